@@ -1,0 +1,69 @@
+"""errbar: error bars on the class probabilities of neural-network classifiers.
+
+posterior = errbar.fit(model, train_batches, last_layers=2, prior=errbar.Prior(6.0))
+posterior = errbar.calibrate(posterior, validation_batches)
+prediction = posterior.predict(x)
+prediction.pmf, prediction.covariance, prediction.risk(0.05)
+"""
+
+from errbar import metrics
+from errbar.calibration import calibrate
+from errbar.errors import (
+    ArgumentError,
+    CalibrationWarning,
+    CovarianceError,
+    DataError,
+    ErrbarError,
+    ForgetError,
+    LabelError,
+    MismatchError,
+    MissingExtraError,
+    ModelError,
+    SelectionError,
+    SingularCovarianceError,
+    SizeError,
+    WeightsChangedError,
+)
+from errbar.fusion import fuse, fuse_frames
+from errbar.information import Information, collect
+from errbar.logits import JointLogits, LogitGaussian
+from errbar.outliers import OutlierScores, outlier_scores, rank_outliers
+from errbar.posterior import Posterior, condition, fit
+from errbar.prediction import Prediction
+from errbar.prior import Prior
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CalibrationWarning",
+    "CovarianceError",
+    "DataError",
+    "ErrbarError",
+    "ForgetError",
+    "Information",
+    "JointLogits",
+    "LabelError",
+    "LogitGaussian",
+    "MismatchError",
+    "MissingExtraError",
+    "ModelError",
+    "OutlierScores",
+    "Posterior",
+    "Prediction",
+    "Prior",
+    "SelectionError",
+    "SingularCovarianceError",
+    "SizeError",
+    "WeightsChangedError",
+    "__version__",
+    "calibrate",
+    "collect",
+    "condition",
+    "fit",
+    "fuse",
+    "fuse_frames",
+    "metrics",
+    "outlier_scores",
+    "rank_outliers",
+]

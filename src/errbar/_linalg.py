@@ -1,0 +1,170 @@
+"""Linear algebra with typed failures: the only caller of `torch.linalg` in the package.
+
+Convention: covariances are symmetric positive semi-definite, `lower` is a lower Cholesky factor (A = lower lowerᵀ),
+*contrasts* are coordinates in a fixed orthonormal basis of 1⊥, the vectors whose entries sum to zero.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.errors import CovarianceError, SingularCovarianceError
+
+# Jitter is tried in steps of a hundred, as a share of the mean diagonal, from the rounding of float64 upwards.
+_FIRST_JITTER = 1e-14
+
+
+def largest_jitter(dtype: torch.dtype) -> float:
+    """How much jitter can be put down to rounding in matrices that were computed in `dtype`."""
+    return 1e-9 if dtype == torch.float64 else 1e-4
+
+
+def symmetric(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"]:
+    """The symmetric part of a matrix that is symmetric up to rounding."""
+    return (matrix + matrix.mT) / 2
+
+
+def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -> tuple[Float[Tensor, "*B n n"], float]:
+    """The lower Cholesky factors of a batch in float64, and the largest jitter that one of them needed.
+
+    Jitter is a share of the mean diagonal of the matrix it is added to. Matrices that factorise as they are get
+    none; an all-zero matrix (a certain quantity) has the factor zero. Beyond `limit` the matrix is not positive
+    semi-definite up to rounding, and that is an error, never patched.
+    """
+    matrix = matrix.double()
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if not bool(failed.any()):
+        return lower, 0.0
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    scale = diagonal.mean(-1)
+    # Entries that are exactly zero everywhere stay exactly zero.
+    zero = (matrix == 0).flatten(-2).all(-1)
+    lower = torch.where(zero[..., None, None], torch.zeros_like(lower), lower)
+    failed = failed.bool() & ~zero
+    jitter, used = _FIRST_JITTER, 0.0
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    while bool(failed.any()):
+        if jitter > limit * 1.0001:
+            raise CovarianceError(
+                f"{name} is not positive semi-definite: adding {limit:.0e} of its mean diagonal still does not "
+                "make it so. Expected a covariance or precision matrix with eigenvalues of zero or more; check "
+                "that the data are finite and the prior precision is not many orders of magnitude below the "
+                "information, or compute with precision='float64'."
+            )
+        shifted = matrix + (jitter * scale)[..., None, None] * identity
+        attempt, still = torch.linalg.cholesky_ex(shifted)
+        solved = failed & ~still.bool()
+        lower = torch.where(solved[..., None, None], attempt, lower)
+        if bool(solved.any()):
+            used = jitter
+        failed = failed & still.bool()
+        jitter *= 100
+    return lower, used
+
+
+def is_positive_semidefinite(matrix: Float[Tensor, "n n"], *, tolerance: float) -> bool:
+    """Whether all eigenvalues are above −tolerance, by one factorisation of matrix + tolerance · identity."""
+    shifted = matrix.double().clone()
+    shifted.diagonal().add_(tolerance)
+    return not bool(torch.linalg.cholesky_ex(shifted)[1])
+
+
+def require_covariance(matrix: Float[Tensor, "*B n n"], *, name: str) -> None:
+    """Raise `CovarianceError` unless every matrix is finite, symmetric and positive semi-definite up to rounding."""
+    if not bool(torch.isfinite(matrix).all()):
+        raise CovarianceError(f"{name} holds NaN or infinite values; expected finite numbers.")
+    if matrix.numel() == 0:
+        return
+    # A float32 covariance that was rounded entry by entry is symmetric and semi-definite only to that rounding.
+    tolerance = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * 10
+    scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).double()
+    asymmetry = (matrix - matrix.mT).abs().amax((-2, -1)).double()
+    if bool((asymmetry > tolerance * scale).any()):
+        raise CovarianceError(
+            f"{name} is not symmetric: entries differ from their mirror image by up to {float(asymmetry.max()):.3g}. "
+            "Expected a symmetric matrix; (A + A.mT) / 2 makes one if the difference is rounding."
+        )
+    smallest = torch.linalg.eigvalsh(symmetric(matrix.double()))[..., 0]
+    if bool((smallest < -tolerance * scale).any()):
+        raise CovarianceError(
+            f"{name} is not positive semi-definite: its smallest eigenvalue is {float(smallest.min()):.3g}. "
+            "Expected eigenvalues of zero or more."
+        )
+
+
+@lru_cache(maxsize=64)
+def _helmert(classes: int) -> Tensor:
+    """Row j of the Helmert matrix: (1, …, 1, −j, 0, …, 0)/√(j(j+1)); as columns, an orthonormal basis of 1⊥."""
+    basis = torch.zeros(classes, classes - 1, dtype=torch.float64)
+    for j in range(1, classes):
+        basis[:j, j - 1] = 1.0
+        basis[j, j - 1] = -float(j)
+        basis[:, j - 1] /= (j * (j + 1)) ** 0.5
+    return basis
+
+
+def contrast_basis(classes: int, device: torch.device) -> Float[Tensor, "M M-1"]:
+    """E with EᵀE = I and E Eᵀ = I − 11ᵀ/M, in float64.
+
+    Softmax ignores a common shift of the logits, so only Eᵀg means anything.
+    """
+    return _helmert(classes).to(device)
+
+
+def contrast_covariance(covariance: Float[Tensor, "*B M M"]) -> Float[Tensor, "*B M-1 M-1"]:
+    """EᵀPE in float64: the covariance of the contrasts of logits whose covariance is P."""
+    basis = contrast_basis(covariance.shape[-1], covariance.device)
+    return symmetric(basis.mT @ covariance.double() @ basis)
+
+
+def inverse(
+    covariance: Float[Tensor, "*B n n"], *, name: str, rounding: float | None = None
+) -> Float[Tensor, "*B n n"]:
+    """The inverse of positive definite matrices, in float64; `SingularCovarianceError` when one is singular.
+
+    Singular means an eigenvalue at or below n · eps of the largest: what is left of it is rounding.
+    """
+    covariance = covariance.double()
+    eigenvalues, vectors = torch.linalg.eigh(symmetric(covariance))
+    eps = torch.finfo(torch.float64).eps if rounding is None else rounding
+    threshold = covariance.shape[-1] * eps * eigenvalues[..., -1:].clamp_min(0)
+    if bool((eigenvalues <= threshold).any()):
+        raise SingularCovarianceError(
+            f"{name} is singular (smallest eigenvalue {float(eigenvalues.min()):.3g}, largest "
+            f"{float(eigenvalues.max()):.3g}), so it has no inverse. Expected a positive definite covariance."
+        )
+    return symmetric((vectors / eigenvalues[..., None, :]) @ vectors.mT)
+
+
+def inverse_on_range(covariance: Float[Tensor, "n n"], *, rcond: float) -> tuple[Float[Tensor, "n n"], int]:
+    """The pseudo-inverse from eigenvalues above rcond · max, and how many there are (the rank)."""
+    eigenvalues, vectors = torch.linalg.eigh(symmetric(covariance.double()))
+    kept = eigenvalues > rcond * eigenvalues[-1].clamp_min(0)
+    vectors = vectors[:, kept]
+    return symmetric((vectors / eigenvalues[kept]) @ vectors.mT), int(kept.sum())
+
+
+def solve_lower(lower: Float[Tensor, "*B n n"], right: Float[Tensor, "*B n k"]) -> Float[Tensor, "*B n k"]:
+    """lower⁻¹ right."""
+    solution: Tensor = torch.linalg.solve_triangular(lower, right, upper=False)
+    return solution
+
+
+def solve_lower_transposed(lower: Float[Tensor, "*B n n"], right: Float[Tensor, "*B n k"]) -> Float[Tensor, "*B n k"]:
+    """lower⁻ᵀ right."""
+    solution: Tensor = torch.linalg.solve_triangular(lower.mT, right, upper=True)
+    return solution
+
+
+def inverse_from_cholesky(lower: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """(lower lowerᵀ)⁻¹."""
+    return torch.cholesky_inverse(lower)
+
+
+def log_determinant_from_cholesky(lower: Float[Tensor, "n n"]) -> float:
+    """ln det(lower lowerᵀ)."""
+    return 2 * float(lower.diagonal().log().sum())

@@ -1,0 +1,269 @@
+"""`calibrate`: temperature T and covariance scale T_c from held-out data.
+
+The calibrated logits are N(ĝ/T, T_c P^g/T²). Both are searched in their logarithm, so neither can become zero,
+negative or infinite, and between bounds; where the optimum runs to a bound, a `CalibrationWarning` says so. The draws
+are shared by all inputs and all trial values, so the objective is a smooth deterministic function of (ln T, ln T_c).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar import metrics
+from errbar._progress import track
+from errbar.data import Unpack, batches, checked_labels, count_batches
+from errbar.errors import ArgumentError, CalibrationWarning, DataError
+from errbar.posterior import Posterior
+from errbar.prediction import require_samples, softmax_over_classes_, standard_normal
+
+TEMPERATURE_BOUNDS = (1e-2, 1e2)
+COVARIANCE_SCALE_BOUNDS = (1e-4, 1e4)
+_NAMES = ("temperature", "covariance_scale")
+_BOUNDS = {"temperature": TEMPERATURE_BOUNDS, "covariance_scale": COVARIANCE_SCALE_BOUNDS}
+_COARSE_SAMPLES = 100
+_BLOCK_ELEMENTS = 2**20
+
+
+def calibrate(
+    posterior: Posterior,
+    data: Any,
+    *,
+    objective: str = "nll",
+    fit: Sequence[str] = _NAMES,
+    samples: int = 1000,
+    seed: int = 0,
+    unpack: Unpack | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """A posterior with T and T_c, or the one of them named in `fit`, replaced by the best on held-out data.
+
+    What is not fitted keeps the value it has. `fit=("temperature",)` with `covariance_scale=0` is the usual
+    temperature scaling, `fit=("covariance_scale",)` with `temperature=1` the paper's method.
+
+    Args:
+        posterior: the posterior to calibrate.
+        data: held-out batches with labels, none of which the model was trained on.
+        objective: "nll", "brier" or "ece".
+        fit: which of "temperature" and "covariance_scale" to fit.
+        samples: Monte Carlo draws for the PMF.
+        seed: of those draws.
+        unpack: as in `collect`.
+        progress: show progress with the time left.
+    """
+    names = (fit,) if isinstance(fit, str) else tuple(fit)
+    if not names or any(name not in _NAMES for name in names):
+        raise ArgumentError(f"fit is {fit!r}; expected 'temperature', 'covariance_scale' or both.")
+    if objective not in _OBJECTIVES:
+        raise ArgumentError(f"objective is {objective!r}; expected {', '.join(map(repr, _OBJECTIVES))}.")
+    held_out = _held_out(posterior, data, unpack, progress)
+    start = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
+    best = _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
+    _warn_at_bounds(best, names)
+    return posterior.with_calibration(**best)
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldOut:
+    """ĝ and a root of P^g (both for T = T_c = 1) and the label of each held-out input."""
+
+    mean: Float[Tensor, "N M"]
+    root: Float[Tensor, "N M d"]
+    labels: Int[Tensor, "N"]
+
+    def pmf(
+        self, temperature: float, scale: float, normal: Float[Tensor, "d K"], derivatives: bool
+    ) -> tuple[Float[Tensor, "N M"], dict[str, Float[Tensor, "N M"]]]:
+        """The PMF and its derivatives by ln T and ln T_c.
+
+        With g = (ĝ + √T_c A z)/T: ∂f/∂τ = f ∘ (ġ − fᵀġ), where ġ = −g for τ = ln T and ½ √T_c A z/T for τ = ln T_c.
+        """
+        if scale == 0:
+            normal = normal[:, :1]
+        pmf = torch.empty_like(self.mean)
+        slopes = {name: torch.empty_like(self.mean) for name in _NAMES} if derivatives else {}
+        size = max(1, _BLOCK_ELEMENTS // (self.mean.shape[1] * normal.shape[1]))
+        for start in range(0, len(self.mean), size):
+            rows = slice(start, start + size)
+            spread = (self.root[rows] @ normal) * (math.sqrt(scale) / temperature)
+            logits = spread + self.mean[rows, :, None] / temperature
+            velocities = {"temperature": -logits, "covariance_scale": spread / 2} if derivatives else {}
+            values = softmax_over_classes_(logits)
+            pmf[rows] = values.mean(2)
+            for name, velocity in velocities.items():
+                slopes[name][rows] = (values * (velocity - (values * velocity).sum(1, keepdim=True))).mean(2)
+        return pmf, slopes
+
+
+def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool) -> _HeldOut:
+    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    means, roots, labels = [], [], []
+    stream = track(batches(data, unpack), "Calibrating", total=count_batches(data), enabled=progress)
+    for batch in stream:
+        gaussian = plain.logits(batch)
+        size, classes = gaussian.mean.shape
+        labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
+        means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
+        roots.append(gaussian.contrast_root()[0])
+    if not means:
+        raise DataError("The data to calibrate on are empty: expected at least one batch.")
+    return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels))
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """A score to minimise, and for smooth ones the residuals r of a sum of squares that behaves like it near the
+    optimum: the gradient is exact, the curvature is that of Gauss and Newton."""
+
+    value: Callable[[Tensor, Tensor], float]
+    gradient: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+
+
+def _nll_gradient(pmf: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
+    """−∂ ln f_y/∂τ of each input."""
+    index = labels[:, None]
+    return -(slope.gather(1, index) / pmf.gather(1, index))[:, 0]
+
+
+def _brier_gradient(pmf: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
+    """2 (f − e_y)ᵀ ∂f/∂τ of each input."""
+    target = torch.nn.functional.one_hot(labels, pmf.shape[1]).to(pmf)
+    return (2 * (pmf - target) * slope).sum(1)
+
+
+_OBJECTIVES = {
+    "nll": _Objective(metrics.nll, _nll_gradient),
+    "brier": _Objective(metrics.brier, _brier_gradient),
+    "ece": _Objective(metrics.ece, None),
+}
+
+
+def _search(
+    held_out: _HeldOut,
+    objective: _Objective,
+    names: tuple[str, ...],
+    start: dict[str, float],
+    samples: int,
+    seed: int,
+) -> dict[str, float]:
+    """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE)."""
+    normal = standard_normal(samples, held_out.root.shape[2], seed, held_out.mean).T.contiguous()
+
+    def value(point: Tensor, draws: Tensor) -> float:
+        trial = _at(point, names, start)
+        pmf, _ = held_out.pmf(trial["temperature"], trial["covariance_scale"], draws, derivatives=False)
+        return objective.value(pmf, held_out.labels)
+
+    lower = torch.tensor([math.log(_BOUNDS[name][0]) for name in names], dtype=torch.float64)
+    upper = torch.tensor([math.log(_BOUNDS[name][1]) for name in names], dtype=torch.float64)
+    # Where the objective is flat or has several minima, the coarse grid decides which one is meant.
+    grid = [torch.tensor(p, dtype=torch.float64) for p in _grid(names)]
+    coarse = normal[:, :_COARSE_SAMPLES]
+    point = min(grid, key=lambda p: value(p, coarse))
+    if objective.gradient is None:
+        point = _compass(lambda p: value(p, normal), point, lower, upper)
+    else:
+        point = _quasi_newton(held_out, objective, names, start, normal, point, lower, upper)
+    return _at(point, names, start)
+
+
+def _at(point: Tensor, names: tuple[str, ...], start: dict[str, float]) -> dict[str, float]:
+    return {**start, **{name: math.exp(float(x)) for name, x in zip(names, point, strict=True)}}
+
+
+def _grid(names: tuple[str, ...]) -> list[list[float]]:
+    points: list[list[float]] = [[]]
+    for name in names:
+        values = (0.3, 0.6, 1.0, 1.7, 3.0, 9.0) if name == "temperature" else (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+        points = [[*point, math.log(v)] for point in points for v in values]
+    return points
+
+
+def _quasi_newton(
+    held_out: _HeldOut,
+    objective: _Objective,
+    names: tuple[str, ...],
+    start: dict[str, float],
+    normal: Tensor,
+    point: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+) -> Tensor:
+    """BFGS in one or two logarithms, with a backtracking line search and projection on the bounds."""
+    gradient_of = objective.gradient
+    assert gradient_of is not None
+
+    def evaluate(at: Tensor) -> tuple[float, Tensor]:
+        trial = _at(at, names, start)
+        pmf, slopes = held_out.pmf(trial["temperature"], trial["covariance_scale"], normal, derivatives=True)
+        gradient = [float(gradient_of(pmf, slopes[name], held_out.labels).double().mean()) for name in names]
+        return objective.value(pmf, held_out.labels), torch.tensor(gradient, dtype=torch.float64)
+
+    value, gradient = evaluate(point)
+    inverse_curvature = torch.eye(len(names), dtype=torch.float64)
+    for _ in range(60):
+        # A variable that is at its bound and would go beyond stays where it is.
+        free = ~(((point <= lower) & (gradient > 0)) | ((point >= upper) & (gradient < 0)))
+        direction = -(inverse_curvature @ (gradient * free)) * free
+        if float(gradient @ direction) >= 0:
+            inverse_curvature = torch.eye(len(names), dtype=torch.float64)
+            direction = -gradient * free
+        # At most a factor of e a step: the quadratic model is worth nothing further away.
+        direction = direction * min(1.0, 1.0 / max(float(direction.abs().max()), 1e-300))
+        step = 1.0
+        moved = False
+        while step > 1e-6 and not moved:
+            trial = torch.clamp(point + step * direction, lower, upper)
+            trial_value, trial_gradient = evaluate(trial)
+            moved = trial_value < value - 1e-4 * step * abs(float(gradient @ direction))
+            step /= 2
+        if not moved:
+            break
+        change, slope_change = trial - point, trial_gradient - gradient
+        gain = value - trial_value
+        point, value, gradient = trial, trial_value, trial_gradient
+        curvature = float(change @ slope_change)
+        if curvature > 1e-12:
+            identity = torch.eye(len(names), dtype=torch.float64)
+            left = identity - torch.outer(change, slope_change) / curvature
+            inverse_curvature = left @ inverse_curvature @ left.T + torch.outer(change, change) / curvature
+        if gain < 1e-10 * (1 + abs(value)) and float(change.abs().max()) < 1e-4:
+            break
+    return point
+
+
+def _compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """Step along each axis and diagonal while it helps, then halve the step."""
+    best, step = value(point), 0.5
+    axes = list(torch.eye(len(point), dtype=torch.float64))
+    if len(axes) == 2:
+        axes += [axes[0] + axes[1], axes[0] - axes[1]]
+    while step > 5e-3:
+        trials = [torch.clamp(point + sign * step * axis, lower, upper) for axis in axes for sign in (1, -1)]
+        values = [value(trial) for trial in trials]
+        winner = min(range(len(trials)), key=values.__getitem__)
+        if values[winner] < best:
+            point, best = trials[winner], values[winner]
+        else:
+            step /= 2
+    return point
+
+
+def _warn_at_bounds(best: dict[str, float], names: tuple[str, ...]) -> None:
+    for name in names:
+        low, high = _BOUNDS[name]
+        if best[name] <= low * 1.001 or best[name] >= high / 1.001:
+            warnings.warn(
+                f"The best {name.replace('_', ' ')} lies at the edge of the search, {best[name]:.4g} (searched "
+                f"{low:g} to {high:g}): these data do not determine it. More held-out data, or fitting only one of the "
+                "two, may help.",
+                CalibrationWarning,
+                stacklevel=3,
+            )

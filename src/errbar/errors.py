@@ -1,0 +1,61 @@
+"""Every mistake a user can make has a type and a sentence: what, expected, got, what to do.
+
+All derive from `ErrbarError`. Where a built-in exception says the same thing (`ValueError`, `TypeError`,
+`MemoryError`), the type derives from that too, so that generic handlers keep working.
+"""
+
+
+class ErrbarError(Exception):
+    """Base of all errors that errbar raises on purpose."""
+
+
+class ArgumentError(ErrbarError, ValueError):
+    """An argument has a value that cannot be used: an unknown option, a prior that is not positive, a bad seed."""
+
+
+class SelectionError(ArgumentError):
+    """The parameters asked for do not exist, or the question which ones is not answered exactly once."""
+
+
+class DataError(ErrbarError, ValueError):
+    """The data cannot be read: empty, a bare tensor, a batch of unknown form, NaN or infinite input."""
+
+
+class LabelError(DataError):
+    """Labels are missing where they are needed, or are not integers in 0 … M−1."""
+
+
+class ModelError(ErrbarError, ValueError):
+    """The model cannot be used: it ends in a softmax, mixes samples, or returns something that is not logits."""
+
+
+class WeightsChangedError(ModelError):
+    """The model's weights are not those of the fit."""
+
+
+class MismatchError(ErrbarError, ValueError):
+    """Two values do not belong together: other weights, other parameters, other classes, other sizes."""
+
+
+class CovarianceError(ErrbarError, ValueError):
+    """A matrix that should be a covariance is not: not symmetric, not positive semi-definite, not finite."""
+
+
+class SingularCovarianceError(CovarianceError):
+    """A covariance would have to be inverted and is singular."""
+
+
+class ForgetError(ErrbarError, ValueError):
+    """Data are to be forgotten that were never seen."""
+
+
+class SizeError(ErrbarError, MemoryError):
+    """The result would not fit into memory; nothing was allocated."""
+
+
+class MissingExtraError(ErrbarError, ImportError):
+    """An optional dependency is needed and not installed."""
+
+
+class CalibrationWarning(UserWarning):
+    """The best temperature or covariance scale lies at the edge of what is searched."""

@@ -1,0 +1,37 @@
+"""The Fisher information of one categorical observation in its logits, and its square root.
+
+With f = softmax(g):
+
+- `ggn`: Λ = diag f − f fᵀ = R Rᵀ with R = diag √f − f √fᵀ, the Fisher information as eq:parmaCovariance defines it;
+- `eta`: the diagonal of Λ alone, η_m = f_m (1 − f_m), as eq:information_with_M writes it out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.errors import ArgumentError
+
+Fisher = Literal["ggn", "eta"]
+
+
+def require_fisher(fisher: str) -> Fisher:
+    if fisher not in get_args(Fisher):
+        raise ArgumentError(
+            f"fisher is {fisher!r}; expected 'ggn' (the Fisher information of the categorical likelihood) or 'eta' "
+            "(its diagonal, as the paper writes it out)."
+        )
+    return fisher  # type: ignore[return-value]
+
+
+def fisher_root(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "B M M"]:
+    """R with R Rᵀ = Λ, in float64 because 1 − f loses everything in float32 when the network is sure."""
+    probability = torch.softmax(logits.double(), 1)
+    if fisher == "eta":
+        return torch.diag_embed((probability * (1 - probability)).sqrt())
+    root = probability.sqrt()
+    return torch.diag_embed(root) - probability[:, :, None] * root[:, None, :]

@@ -1,0 +1,78 @@
+"""Per-sample Jacobians ∂g(x; θ)/∂θ_r for any architecture that treats samples independently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import jacrev, vmap
+
+from errbar.data import Batch
+from errbar.errors import ModelError
+from errbar.layers import Selection
+from errbar.network import Network
+
+# Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
+_CHUNK_BYTES = 128 * 2**20
+
+
+def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
+    """J of each sample in the network's own dtype, each from a pass of that sample alone (never O(B²))."""
+    try:
+        return _vectorised(network, selection, batch)
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise ModelError(
+                "The model draws random numbers in eval mode, so its logits are not a function of its input. Use "
+                "nn.Dropout (which eval mode switches off) instead of functional dropout."
+            ) from error
+        # Some operations have no batching rule (data-dependent control flow, fused recurrent kernels). If the model
+        # itself is at fault, the plain loop raises its own error.
+        return _one_by_one(network, selection, batch)
+
+
+def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
+    size = len(batch)
+    tensors: dict[str, Tensor] = {}
+    for index, value in [*enumerate(batch.args), *batch.kwargs.items()]:
+        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
+            tensors[str(index)] = value
+
+    def single(values: dict[str, Tensor], sample: dict[str, Tensor]) -> Float[Tensor, "M"]:
+        args = tuple(sample[str(i)][None] if str(i) in sample else v for i, v in enumerate(batch.args))
+        kwargs = {k: sample[k][None] if k in sample else v for k, v in batch.kwargs.items()}
+        return network.logits(Batch(args, kwargs), values)[0]
+
+    parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), tensors)
+    return torch.cat([parts[name].flatten(2) for name in selection.names], 2)
+
+
+def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
+    rows = []
+    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
+    with torch.enable_grad():
+        for index in range(len(batch)):
+            logits = network.logits(batch.rows(index, index + 1), values)[0]
+            gradients = [
+                torch.autograd.grad(
+                    logits[m],
+                    list(values.values()),
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                if logits.requires_grad
+                else [torch.zeros_like(value) for value in values.values()]
+                for m in range(len(logits))
+            ]
+            rows.append(torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in gradients]).detach())
+    return torch.stack(rows)
+
+
+def chunks(batch: Batch, *, classes: int, n_parameters: int) -> Iterator[Batch]:
+    """The batch in parts whose Jacobians stay within a fixed number of bytes."""
+    size = max(1, _CHUNK_BYTES // (8 * classes * n_parameters))
+    for start in range(0, len(batch), size):
+        yield batch.rows(start, min(start + size, len(batch)))

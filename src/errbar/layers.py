@@ -1,0 +1,145 @@
+"""Which parameters θ_r the posterior is about, and where they lie in the flat parameter vector."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from errbar.errors import SelectionError
+from errbar.network import Network
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen parameters in the order of `model.named_parameters()`, each flattened row by row."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(int(torch.Size(shape).numel()) for shape in self.shapes)
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(self.sizes)
+
+    def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector."""
+        found, start = {}, 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            found[name] = slice(start, start + size)
+            start += size
+        return found
+
+    def values(self, module: nn.Module) -> dict[str, Tensor]:
+        """The chosen parameters of `module`, detached."""
+        parameters = dict(module.named_parameters())
+        return {name: parameters[name].detach() for name in self.names}
+
+    def flatten(self, module: nn.Module) -> Float[Tensor, "n"]:
+        """θ̂_r as one float64 vector."""
+        return torch.cat([value.reshape(-1).double() for value in self.values(module).values()])
+
+    def unflatten(self, vectors: Float[Tensor, "K n"]) -> dict[str, Tensor]:
+        """K flat vectors as one (K, …) tensor for each parameter."""
+        slices = self.slices()
+        return {
+            name: vectors[:, slices[name]].reshape(-1, *shape)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        }
+
+
+def select(
+    network: Network, order: Sequence[str], *, last_layers: int | None, parameters: str | Sequence[str] | None
+) -> Selection:
+    """The parameters asked for; `order` are the names of modules in the order in which they ran."""
+    available = dict(network.module.named_parameters())
+    names = (
+        _last(network.module, order, last_layers) if last_layers is not None else _named(list(available), parameters)
+    )
+    chosen = [name for name in available if name in names]
+    for name in chosen:
+        if not available[name].is_floating_point():
+            raise SelectionError(f"Parameter '{name}' is {available[name].dtype}; expected a floating-point one.")
+    return Selection(tuple(chosen), tuple(tuple(available[name].shape) for name in chosen))
+
+
+def require_one_question(last_layers: object, parameters: object) -> None:
+    """Exactly one of the two ways to select must be used, with a value of the right type."""
+    if (last_layers is None) == (parameters is None):
+        got = "neither" if last_layers is None else "both"
+        raise SelectionError(
+            f"Expected exactly one of last_layers= and parameters=, got {got}. Use last_layers=2 for the two layers "
+            "that run last, parameters='all', or parameters=['name', ...]."
+        )
+    if last_layers is not None and (isinstance(last_layers, bool) or not isinstance(last_layers, int)):
+        raise SelectionError(f"last_layers is {last_layers!r}; expected a whole number of layers, 1 or more.")
+    if isinstance(last_layers, int) and last_layers < 1:
+        raise SelectionError(f"last_layers is {last_layers}; expected 1 or more.")
+    if isinstance(parameters, Sequence) and len(parameters) == 0:
+        raise SelectionError("parameters is empty; expected at least one module or parameter name, or 'all'.")
+
+
+def _layers(module: nn.Module, order: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Modules with parameters that ran, in order, none of which contains another that ran.
+
+    A parametrised module (weight norm) counts as one layer with its parametrisations; a module whose children never
+    run themselves (attention with a fused kernel) counts as one layer with its children.
+    """
+    modules = dict(module.named_modules())
+    ran = [name for name in order if not _inside_parametrisation(name)]
+    layers = []
+    for name in ran:
+        prefix = f"{name}." if name else ""
+        is_leaf = not any(other != name and other.startswith(prefix) for other in ran)
+        if is_leaf and any(True for _ in modules[name].parameters()):
+            layers.append((name, modules[name]))
+    return layers
+
+
+def _inside_parametrisation(name: str) -> bool:
+    return "parametrizations" in name.split(".")
+
+
+def _last(module: nn.Module, order: Sequence[str], count: int) -> set[str]:
+    layers = _layers(module, order)
+    if count > len(layers):
+        raise SelectionError(
+            f"last_layers is {count}, but only {len(layers)} layers with parameters ran: "
+            f"{', '.join(name or '(the model itself)' for name, _ in layers)}. Expected 1 to {len(layers)}."
+        )
+    # named_parameters() gives a tied parameter one name only; find it by identity.
+    chosen = {id(parameter) for _, layer in layers[-count:] for parameter in layer.parameters()}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in chosen}
+
+
+def _named(available: Sequence[str], parameters: str | Sequence[str] | None) -> set[str]:
+    if parameters == "all":
+        return set(available)
+    wanted = [parameters] if isinstance(parameters, str) else list(parameters or ())
+    chosen: set[str] = set()
+    for prefix in wanted:
+        found = matching(available, prefix)
+        if not found:
+            raise SelectionError(f"No parameter is called '{prefix}' or lies in it. {_suggestion(available, prefix)}")
+        chosen.update(found)
+    return chosen
+
+
+def matching(available: Sequence[str], prefix: str) -> list[str]:
+    """Names that are `prefix` or lie in the module `prefix`."""
+    return [name for name in available if name == prefix or name.startswith(f"{prefix}.")]
+
+
+def _suggestion(available: Sequence[str], wanted: str) -> str:
+    modules = {name.rpartition(".")[0] for name in available} - {""}
+    close = difflib.get_close_matches(str(wanted), [*modules, *available], n=3, cutoff=0.5)
+    listed = close or list(available)[:8]
+    more = "" if close or len(available) <= 8 else f" and {len(available) - 8} more"
+    return f"Did you mean {', '.join(close)}?" if close else f"There are {', '.join(listed)}{more}."

@@ -1,0 +1,170 @@
+"""Gaussians over logits: of each input (`LogitGaussian`), and of several frames together (`JointLogits`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar import _linalg
+from errbar.errors import ArgumentError, CovarianceError, MismatchError
+from errbar.prediction import GaussianSampler, Prediction, require_samples, standard_normal
+
+
+@dataclass(frozen=True, eq=False)
+class LogitGaussian:
+    """N(ĝ, P^g) for each of B inputs (eq:linearize).
+
+    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert.
+    """
+
+    mean: Float[Tensor, "B M"]
+    covariance: Float[Tensor, "B M M"]
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_logits(self.mean, "mean")
+        size, classes = self.mean.shape
+        _require_shape(self.covariance, (size, classes, classes), self.mean)
+        _linalg.require_covariance(self.covariance, name="The covariance of the logits")
+
+    @staticmethod
+    def trusted(
+        mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"], rank: int | None = None
+    ) -> LogitGaussian:
+        """Without the checks, for a covariance that is one by construction."""
+        made = object.__new__(LogitGaussian)
+        for name, value in (("mean", mean), ("covariance", covariance), ("rank", rank)):
+            object.__setattr__(made, name, value)
+        return made
+
+    @property
+    def variance(self) -> Float[Tensor, "B M"]:
+        """The diagonal of P^g."""
+        return self.covariance.diagonal(dim1=1, dim2=2)
+
+    @property
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        """The mean variance of the M−1 contrasts: tr(P^g − mean)/(M−1), the part that softmax can see."""
+        classes = self.mean.shape[1]
+        total = self.variance.sum(1) - self.covariance.sum((1, 2)) / classes
+        return total.clamp_min(0) / (classes - 1)
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def __getitem__(self, rows: slice) -> LogitGaussian:
+        if not isinstance(rows, slice):
+            raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
+        return LogitGaussian.trusted(self.mean[rows], self.covariance[rows], self.rank)
+
+    def tempered(self, temperature: float) -> LogitGaussian:
+        """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
+        T = require_temperature(temperature)
+        return LogitGaussian.trusted(self.mean / T, self.covariance / T**2, self.rank)
+
+    def scaled(self, covariance_scale: float) -> LogitGaussian:
+        """N(ĝ, T_c P^g) (sec:high-level)."""
+        scale = require_covariance_scale(covariance_scale)
+        return LogitGaussian.trusted(self.mean, self.covariance * scale, self.rank)
+
+    def centered(self) -> LogitGaussian:
+        """The distribution of g minus its mean over the classes, which has the same softmax."""
+        mean = self.mean - self.mean.mean(1, keepdim=True)
+        columns = self.covariance - self.covariance.mean(1, keepdim=True)
+        covariance = columns - columns.mean(2, keepdim=True)
+        return LogitGaussian.trusted(mean, _linalg.symmetric(covariance), self.rank)
+
+    def predict(self, samples: int = 1000, seed: int = 0) -> Prediction:
+        """Monte Carlo in the M−1 contrasts (eq:gmarg)."""
+        classes = self.mean.shape[1]
+        normal = standard_normal(require_samples(samples), classes - 1, seed, self.mean)
+        root, jitter = self.contrast_root()
+        mean = self.mean - self.mean.mean(1, keepdim=True)
+        return Prediction.from_sampler(GaussianSampler(mean, root, normal.T.contiguous()), jitter)
+
+    def contrast_root(self) -> tuple[Float[Tensor, "B M M-1"], float]:
+        """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g; and the jitter."""
+        basis = _linalg.contrast_basis(self.mean.shape[1], self.mean.device)
+        contrasts = _linalg.contrast_covariance(self.covariance)
+        lower, jitter = _linalg.safe_cholesky(
+            contrasts,
+            name="The covariance of the logits",
+            limit=_linalg.largest_jitter(self.covariance.dtype),
+        )
+        return (basis @ lower).to(self.mean.dtype), jitter
+
+
+@dataclass(frozen=True, eq=False)
+class JointLogits:
+    """The logits of C frames of one object together: covariance[i, :, j, :] is R_ij = J_i P J_jᵀ."""
+
+    mean: Float[Tensor, "C M"]
+    covariance: Float[Tensor, "C M C M"]
+
+    def __post_init__(self) -> None:
+        _require_logits(self.mean, "mean")
+        frames, classes = self.mean.shape
+        _require_shape(self.covariance, (frames, classes, frames, classes), self.mean)
+        size = frames * classes
+        _linalg.require_covariance(self.covariance.reshape(size, size), name="The joint covariance of the frames")
+
+    @staticmethod
+    def trusted(mean: Float[Tensor, "C M"], covariance: Float[Tensor, "C M C M"]) -> JointLogits:
+        made = object.__new__(JointLogits)
+        object.__setattr__(made, "mean", mean)
+        object.__setattr__(made, "covariance", covariance)
+        return made
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def marginals(self) -> LogitGaussian:
+        """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
+        blocks = self.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        return LogitGaussian.trusted(self.mean, blocks.contiguous())
+
+
+def require_temperature(temperature: float) -> float:
+    return _require_number("The temperature", temperature, zero_allowed=False)
+
+
+def require_covariance_scale(scale: float) -> float:
+    return _require_number("The covariance scale", scale, zero_allowed=True)
+
+
+def _require_number(name: str, value: float, *, zero_allowed: bool) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
+        expected = "zero or a positive" if zero_allowed else "a positive"
+        raise ArgumentError(f"{name} is {value!r}; expected {expected} finite number.")
+    return number
+
+
+def _require_logits(mean: Tensor, name: str) -> None:
+    if not isinstance(mean, Tensor) or mean.ndim != 2 or mean.shape[1] < 2:
+        shape = tuple(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
+        raise MismatchError(f"The {name} has shape {shape}; expected (inputs, classes) with two or more classes.")
+    if mean.dtype not in (torch.float32, torch.float64):
+        raise MismatchError(f"The {name} is {mean.dtype}; expected float32 or float64.")
+    if not bool(torch.isfinite(mean).all()):
+        raise CovarianceError(f"The {name} holds NaN or infinite values; expected finite logits.")
+
+
+def _require_shape(covariance: Tensor, shape: tuple[int, ...], mean: Tensor) -> None:
+    if not isinstance(covariance, Tensor) or tuple(covariance.shape) != shape:
+        got = tuple(covariance.shape) if isinstance(covariance, Tensor) else type(covariance).__name__
+        raise MismatchError(
+            f"The covariance has shape {got}; expected {shape} for a mean of shape {tuple(mean.shape)}."
+        )
+    if covariance.dtype != mean.dtype or covariance.device != mean.device:
+        raise MismatchError(
+            f"The covariance is {covariance.dtype} on {covariance.device} and the mean {mean.dtype} on {mean.device}; "
+            "expected the same for both."
+        )

@@ -1,0 +1,148 @@
+"""How good predicted PMFs are, given the labels: pure functions of (pmf, labels).
+
+Takes tensors or anything that `torch.as_tensor` takes; computes in float64; returns plain numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from errbar.data import checked_labels
+from errbar.errors import ArgumentError, DataError, LabelError
+
+
+def accuracy(pmf: Any, labels: Any) -> float:
+    """The share of inputs whose most likely class is the label."""
+    probability, truth = _checked(pmf, labels)
+    return float((probability.argmax(1) == truth).double().mean())
+
+
+def log_likelihood(pmf: Any, labels: Any) -> float:
+    """Σ_n ln f_{y_n}(x_n); minus infinity when a label was held impossible."""
+    probability, truth = _checked(pmf, labels)
+    return float(_of_label(probability, truth).log().sum())
+
+
+def nll(pmf: Any, labels: Any) -> float:
+    """−(1/N) Σ_n ln f_{y_n}(x_n)."""
+    probability, truth = _checked(pmf, labels)
+    return -float(_of_label(probability, truth).log().mean())
+
+
+def brier(pmf: Any, labels: Any) -> float:
+    """(1/N) Σ_n Σ_m (δ_{m,y_n} − f_m(x_n))²."""
+    probability, truth = _checked(pmf, labels)
+    target = torch.nn.functional.one_hot(truth, probability.shape[1])
+    return float((target - probability).square().sum(1).mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """A reliability diagram: for each bin of confidence, how many inputs, their accuracy and mean confidence.
+
+    Empty bins have accuracy and confidence NaN.
+    """
+
+    edges: Float[Tensor, "J+1"]
+    count: Int[Tensor, "J"]
+    accuracy: Float[Tensor, "J"]
+    confidence: Float[Tensor, "J"]
+
+    @property
+    def gap(self) -> Float[Tensor, "J"]:
+        """|acc(B_j) − conf(B_j)|, zero for empty bins."""
+        return torch.where(self.count > 0, (self.accuracy - self.confidence).abs(), 0.0)
+
+
+def reliability(pmf: Any, labels: Any, bins: int = 10) -> Reliability:
+    """B_j = {n : (j−1)/J ≤ max_m f_m(x_n) < j/J}, the last bin closed at one."""
+    probability, truth = _checked(pmf, labels)
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise ArgumentError(f"bins is {bins!r}; expected a whole number of one or more.")
+    confidence, label = probability.max(1)
+    edges = torch.arange(bins + 1, dtype=torch.float64) / bins
+    index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
+    count = torch.bincount(index, minlength=bins)
+    correct = torch.bincount(index, weights=(label == truth).double(), minlength=bins)
+    total = torch.bincount(index, weights=confidence, minlength=bins)
+    return Reliability(edges, count, correct / count, total / count)
+
+
+def ece(pmf: Any, labels: Any, bins: int = 10) -> float:
+    """Σ_j (|B_j|/N) |acc(B_j) − conf(B_j)|: the expected calibration error as a fraction."""
+    diagram = reliability(pmf, labels, bins)
+    return float((diagram.count * diagram.gap).sum() / diagram.count.sum())
+
+
+def ece_literal(pmf: Any, labels: Any, bins: int = 10) -> float:
+    """Σ_j (1/|B_j|) |acc(B_j) − conf(B_j)| over bins that are not empty: the formula as the paper prints it."""
+    diagram = reliability(pmf, labels, bins)
+    full = diagram.count > 0
+    return float((diagram.gap[full] / diagram.count[full]).sum())
+
+
+def aurc(pmf: Any, labels: Any) -> float:
+    """The area under the risk–coverage curve: the mean error rate of the n most confident inputs, n = 1 … N.
+
+    Inputs of equal confidence are taken in the order in which they come.
+    """
+    probability, truth = _checked(pmf, labels)
+    confidence, label = probability.max(1)
+    order = confidence.argsort(descending=True, stable=True)
+    wrong = (label != truth)[order].double()
+    return float((wrong.cumsum(0) / torch.arange(1, len(wrong) + 1, dtype=torch.float64)).mean())
+
+
+def auroc(scores: Any, positive: Any) -> float:
+    """Pr{score of a positive > score of a negative} + ½ Pr{equal}: the area under the ROC curve."""
+    values = torch.as_tensor(scores).detach().cpu().double()
+    flags = torch.as_tensor(positive).detach().cpu()
+    if values.ndim != 1 or flags.shape != values.shape:
+        raise DataError(
+            f"Scores of shape {tuple(values.shape)} and flags of shape {tuple(flags.shape)}; expected two vectors of "
+            "equal length."
+        )
+    if bool(values.isnan().any()):
+        raise DataError("Scores hold NaN; expected numbers.")
+    flags = flags.bool()
+    positives, negatives = int(flags.sum()), int((~flags).sum())
+    if positives == 0 or negatives == 0:
+        raise LabelError(f"There are {positives} positives and {negatives} negatives; expected some of each.")
+    return float((_mean_rank(values)[flags].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def _mean_rank(values: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Ranks 1 … N, ties sharing the mean of theirs."""
+    _, group, count = values.unique(sorted=True, return_inverse=True, return_counts=True)
+    last = count.cumsum(0).double()
+    ranks: Tensor = (last - (count - 1) / 2)[group]
+    return ranks
+
+
+def _of_label(probability: Float[Tensor, "N M"], truth: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    return probability.gather(1, truth[:, None])[:, 0]
+
+
+def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "N"]]:
+    probability = torch.as_tensor(pmf).detach().cpu().double()
+    if probability.ndim != 2 or probability.shape[0] == 0 or probability.shape[1] < 2:
+        raise DataError(
+            f"PMFs have shape {tuple(probability.shape)}; expected (inputs, classes), at least one input and two classes."
+        )
+    if not _is_pmf(probability):
+        raise DataError(
+            "PMFs must be numbers of zero or more that sum to one in each row; pass probabilities, not logits."
+        )
+    return probability, checked_labels(
+        labels, size=len(probability), classes=probability.shape[1], device=probability.device
+    )
+
+
+def _is_pmf(probability: Float[Tensor, "N M"]) -> bool:
+    valid: Bool[Tensor, ""] = (probability >= 0).all() & ((probability.sum(1) - 1).abs() < 1e-3).all()
+    return bool(valid)

@@ -1,0 +1,110 @@
+"""Inputs that the training data say little about, and labels that the model finds hard to believe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar import _linalg
+from errbar._progress import track
+from errbar.data import Unpack, batches, checked_labels, count_batches
+from errbar.errors import ArgumentError, DataError, LabelError
+from errbar.fisher import fisher_root
+from errbar.logits import LogitGaussian
+from errbar.posterior import Posterior
+
+
+@dataclass(frozen=True, eq=False)
+class OutlierScores:
+    """Scores of N inputs, in the order of the data; higher is more suspicious.
+
+    - `mutual_information`: how much the class depends on which parameters are right, in nats;
+    - `contrast_variance`: the mean variance of the logits' contrasts, the part of P^g that softmax can see;
+    - `label_suspicion`: −ln of the probability of the label had this input not been in the fit, in nats; None where
+      the data have no labels.
+    """
+
+    mutual_information: Float[Tensor, "N"]
+    contrast_variance: Float[Tensor, "N"]
+    label_suspicion: Float[Tensor, "N"] | None
+
+    def ranking(self, by: str) -> Int[Tensor, "N"]:
+        """Indices into the data, the most suspicious first."""
+        if by not in ("mutual_information", "contrast_variance", "label_suspicion"):
+            raise ArgumentError(
+                f"by is {by!r}; expected 'mutual_information', 'contrast_variance' or 'label_suspicion'."
+            )
+        scores: Tensor | None = getattr(self, by)
+        if scores is None:
+            raise LabelError("Ranking by label suspicion needs labels; expected batches (x, labels).")
+        return scores.argsort(descending=True, stable=True)
+
+
+def outlier_scores(
+    posterior: Posterior,
+    data: Any,
+    *,
+    leave_out: bool = True,
+    samples: int = 1000,
+    seed: int = 0,
+    unpack: Unpack | None = None,
+    progress: bool = False,
+) -> OutlierScores:
+    """Scores of each input of `data`, in their order.
+
+    `leave_out` says that the data were part of the fit: the label's own influence on the network is then taken out
+    before its suspicion is computed, so that a memorised wrong label does not vouch for itself. Set it to False for
+    data that the network was not trained on.
+    """
+    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    information, variance, suspicion = [], [], []
+    for batch in track(batches(data, unpack), "Scoring", total=count_batches(data), enabled=progress):
+        gaussian = plain.logits(batch)
+        used = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+        prediction = used.predict(samples, seed)
+        information.append(prediction.mutual_information)
+        variance.append(used.contrast_variance)
+        if batch.labels is not None:
+            size, classes = gaussian.mean.shape
+            labels = checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
+            if leave_out:
+                without = without_own_label(gaussian, labels)
+                used = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+                prediction = used.predict(samples, seed)
+            suspicion.append(-prediction.pmf.gather(1, labels[:, None])[:, 0].log())
+    if not information:
+        raise DataError("The data are empty: expected at least one batch.")
+    labelled = len(suspicion) == len(information)
+    return OutlierScores(torch.cat(information), torch.cat(variance), torch.cat(suspicion) if labelled else None)
+
+
+def rank_outliers(
+    posterior: Posterior, data: Any, *, by: str = "mutual_information", **options: Any
+) -> Int[Tensor, "N"]:
+    """Indices into `data`, the most suspicious first; `options` are those of `outlier_scores`."""
+    return outlier_scores(posterior, data, **options).ranking(by)
+
+
+def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"]) -> LogitGaussian:
+    """The logits of each training input as they would be, to first order, had it not been in the fit.
+
+    Taking out its information JᵀΛJ is the recursion of eq:recUpdate_all backwards, seen from the logits,
+        P₋ = P^g + P^g R (I − RᵀP^gR)⁻¹ RᵀP^g,   Λ = R Rᵀ,
+    and one Newton step from θ̂ without its likelihood moves them to ĝ₋ = ĝ + P₋ (f − e_y).
+    """
+    covariance = gaussian.covariance.double()
+    mean = gaussian.mean.double()
+    root = fisher_root(mean, "ggn")
+    half = root.mT @ covariance
+    remaining = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device) - _linalg.symmetric(half @ root)
+    lower, _ = _linalg.safe_cholesky(remaining, name="I − RᵀP^gR (an input that carries all information)", limit=1e-4)
+    half = _linalg.solve_lower(lower, half)
+    grown = _linalg.symmetric(covariance + half.mT @ half)
+    target = torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean)
+    error = torch.softmax(mean, 1) - target
+    moved = mean + (grown @ error[..., None])[..., 0]
+    return LogitGaussian.trusted(moved.to(gaussian.mean), grown.to(gaussian.covariance))

@@ -1,0 +1,277 @@
+"""`Posterior`: N(θ̂, P) over the chosen parameters, and what it says about the logits of an input."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from errbar.data import Batch, Unpack, batches, input_batch
+from errbar.dense import DenseFactor, DenseSum
+from errbar.errors import ArgumentError, LabelError, MismatchError
+from errbar.information import Information, accumulate, collect
+from errbar.jacobian import chunks, jacobians
+from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
+from errbar.network import Network, plain_execution, require_finite_logits
+from errbar.prediction import (
+    GivenSampler,
+    Prediction,
+    require_samples,
+    softmax_over_classes_,
+    standard_normal,
+)
+from errbar.prior import Prior
+
+# A Cholesky factorisation costs n³/3 multiplications, k rows of the recursion 2 k n²; beyond this share of n
+# refactorising is cheaper. It also happens after n rows in all, to rid the covariance of accumulated rounding.
+_RECURSION_SHARE = 1 / 8
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """The Laplace approximation N(θ̂, P), P = (information + prior precision)⁻¹ (eq:PN approx).
+
+    `temperature` T and `covariance_scale` T_c calibrate it: the logits are N(ĝ/T, T_c P^g/T²).
+    """
+
+    information: Information
+    prior: Prior
+    factor: DenseFactor
+    temperature: float = 1.0
+    covariance_scale: float = 1.0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.information.model
+
+    @property
+    def jitter(self) -> float:
+        """What had to be added to the precision, as a share of its mean diagonal, to factorise it; usually 0."""
+        return self.factor.factorisation[1]
+
+    def covariance(self) -> Float[Tensor, "n n"]:
+        """P in float64, without T and T_c."""
+        return self.factor.covariance.clone()
+
+    def logits(self, x: Any) -> LogitGaussian:
+        """N(ĝ/T, T_c P^g/T²) for each input of one batch (eq:linearize)."""
+        means, covariances = [], []
+        with plain_execution(self.information.network.device):
+            for mean, jacobian in self._linearised(x):
+                means.append(mean)
+                covariances.append(self.factor.logit_covariance(jacobian).to(mean.dtype))
+        T, scale = self.temperature, self.covariance_scale
+        return LogitGaussian.trusted(torch.cat(means) / T, torch.cat(covariances) * (scale / T**2))
+
+    def joint_logits(self, frames: Any) -> JointLogits:
+        """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion)."""
+        with plain_execution(self.information.network.device):
+            parts = list(self._linearised(frames))
+        mean = torch.cat([mean for mean, _ in parts])
+        # In float64: frames are near copies of each other, and what tells them apart is a small difference.
+        covariance = self.factor.joint_covariance(torch.cat([jacobian for _, jacobian in parts]).double())
+        T, scale = self.temperature, self.covariance_scale
+        return JointLogits.trusted(mean / T, (covariance * (scale / T**2)).to(mean.dtype))
+
+    def predict(self, x: Any, samples: int = 1000, seed: int = 0) -> Prediction:
+        """The PMF of each input of one batch, with its error bars (eq:gmarg)."""
+        return self.logits(x).predict(samples, seed)
+
+    def _linearised(self, x: Any) -> Iterator[tuple[Float[Tensor, "b M"], Float[Tensor, "b M n"]]]:
+        """ĝ in the dtype of results and J in the dtype of products, for a few inputs at a time."""
+        information = self.information
+        network = information.network
+        network.require_unchanged()
+        whole = network.prepare(input_batch(x))
+        for part in chunks(whole, classes=information.n_classes, n_parameters=information.n_parameters):
+            mean = network.logits(part)
+            require_finite_logits(mean)
+            jacobian = jacobians(network, information.selection, part)
+            yield mean.to(network.dtype), jacobian.to(information.dtype)
+
+    def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
+        """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
+        network = self.information.network
+        network.require_unchanged()
+        values = self.information.selection.values(network.module)
+        drawn = self.information.selection.unflatten(self._drawn_vectors(samples, seed, scale=1.0))
+        return {name: drawn[name].to(value.dtype) for name, value in values.items()}
+
+    def _drawn_vectors(self, samples: int, seed: int, *, scale: float) -> Float[Tensor, "K n"]:
+        center = self.information.selection.flatten(self.information.network.module)
+        normal = standard_normal(require_samples(samples), self.information.n_parameters, seed, center)
+        return center + math.sqrt(scale) * self.factor.sample(normal)
+
+    def predict_by_parameters(self, x: Any, samples: int = 100, seed: int = 0) -> Prediction:
+        """The expensive alternative: θ⁽ᵏ⁾ ~ N(θ̂, T_c P), f⁽ᵏ⁾ = softmax(g(x; θ⁽ᵏ⁾)/T) by the whole network (eq:genMC).
+
+        The reference that the delta method is compared with: nothing is linearised here.
+        """
+        network, selection = self.information.network, self.information.selection
+        network.require_unchanged()
+        vectors = self._drawn_vectors(samples, seed, scale=self.covariance_scale)
+        dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
+        with plain_execution(network.device):
+            batch = network.prepare(input_batch(x))
+            drawn = []
+            for vector in vectors:
+                values = selection.unflatten(vector[None])
+                logits = network.logits(batch, {name: v[0].to(dtypes[name]) for name, v in values.items()})
+                require_finite_logits(logits)
+                drawn.append(logits.to(network.dtype) / self.temperature)
+        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(drawn, 2))))
+
+    def update(self, data: Any, *, unpack: Unpack | None = None) -> Posterior:
+        """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
+
+        θ̂ does not move: the model is not trained on these data, only their information counts.
+        """
+        stream = batches(data, unpack)
+        few, stream = self._few(stream)
+        rows: list[Tensor] | None = [] if few else None
+        information = self.information + accumulate(self._empty_information(), stream, rows)
+        if rows is None:
+            return self._with_information(information)
+        return replace(self, information=information, factor=self.factor.recursion(torch.cat(rows), information.total))
+
+    def forget(self, data: Any, *, unpack: Unpack | None = None) -> Posterior:
+        """The posterior without some of its data, equal to a fit on the others.
+
+        This is not unlearning: θ̂ was estimated with these data and does not move; only their information is taken
+        out of the covariance. Always in information form, because the check that the data had been seen (no
+        negative eigenvalue may remain) costs as much as the factorisation.
+        """
+        return self._with_information(self.information - accumulate(self._empty_information(), batches(data, unpack)))
+
+    def _few(self, stream: Iterator[Batch]) -> tuple[bool, Iterator[Batch]]:
+        """Whether the stream is so short that the recursion is cheaper than to refactorise; and the stream, unread."""
+        n = self.information.n_parameters
+        limit = min(int(n * _RECURSION_SHARE), n - self.factor.recursed)
+        if not self.factor.has_covariance:
+            return False, stream
+        held: list[Batch] = []
+        count = 0
+        for batch in stream:
+            held.append(batch)
+            count += len(batch) * self.information.n_classes
+            if count > limit:
+                return False, _chain(held, stream)
+        return bool(held), iter(held)
+
+    def _empty_information(self) -> Information:
+        information = self.information
+        information.network.require_unchanged()
+        total = DenseSum.zero(information.n_parameters, information.network.device)
+        return replace(information, total=total, n_samples=0, log_likelihood=0.0)
+
+    def _with_information(self, information: Information) -> Posterior:
+        made = condition(information, self.prior)
+        return replace(made, temperature=self.temperature, covariance_scale=self.covariance_scale)
+
+    def log_evidence(self) -> float:
+        """ln p(T) ≈ L_N(θ̂) + ln N(θ̂; 0, P_0) + (n/2) ln 2π + ½ ln det P, the Laplace approximation.
+
+        With the constants cancelled: L_N(θ̂) − ½ Σ λθ̂² + ½ Σ ln λ − ½ ln det(information + diag λ).
+        """
+        information = self.information
+        information.network.require_unchanged()
+        if information.log_likelihood is None:
+            raise LabelError(
+                "log_evidence needs Σ ln f_y, and the data of the fit had no labels; collect from batches (x, labels)."
+            )
+        theta = information.selection.flatten(information.network.module).cpu()
+        precision = self.prior.diagonal(information.selection)
+        penalty = float((precision * theta.square()).sum() - precision.log().sum())
+        return information.log_likelihood - 0.5 * (penalty + self.factor.log_determinant_of_precision())
+
+    def with_prior(self, prior: Prior) -> Posterior:
+        """The same information, T and T_c with another prior; no pass over data."""
+        made = condition(self.information, prior)
+        return replace(made, temperature=self.temperature, covariance_scale=self.covariance_scale)
+
+    def with_calibration(self, *, temperature: float | None = None, covariance_scale: float | None = None) -> Posterior:
+        """The same posterior with T or T_c replaced. T_c = 0 is plain temperature scaling."""
+        T = self.temperature if temperature is None else require_temperature(temperature)
+        scale = self.covariance_scale if covariance_scale is None else require_covariance_scale(covariance_scale)
+        return replace(self, temperature=T, covariance_scale=scale)
+
+    def to(self, device: torch.device | str) -> Posterior:
+        """The same posterior on `device`: with the user's model if it is there already, else with a copy of it."""
+        target = torch.empty(0, device=device).device
+        network = self.information.network
+        at_home = next(network.module.parameters()).device == target
+        moved = Network(network.model if at_home else copy.deepcopy(network.module).to(target))
+        if not moved.same_weights(network):
+            raise MismatchError(
+                "The model's weights changed since the fit, so the posterior cannot follow it. Fit again."
+            )
+        information = self.information.to(target, moved)
+        return replace(self, information=information, factor=self.factor.to(target))
+
+
+def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:
+    """Information and a prior make a posterior; no pass over data.
+
+    `model` is only for information that came from a file, which does not hold one.
+    """
+    if not isinstance(information, Information):
+        raise ArgumentError(f"Expected Information, as errbar.collect returns it, got {type(information).__name__}.")
+    if not isinstance(prior, Prior):
+        raise ArgumentError(f"prior is {prior!r}; expected errbar.Prior, for example errbar.Prior(1.0).")
+    if model is not None:
+        network = Network(model)
+        if not network.same_weights(information.network):
+            raise MismatchError("The model has other weights than the information is about.")
+        information = information.to(network.device, network)
+    precision = prior.diagonal(information.selection).to(information.network.device)
+    # Rounding of float32 products can leave eigenvalues below zero; the prior usually lifts them, jitter if not.
+    limit = 1e-12 if information.dtype == torch.float64 else 1e-6
+    factor = information.total.condition(precision, limit)
+    if factor.factorisation[1] > 0:
+        warnings.warn(
+            f"The posterior precision needed jitter of {factor.factorisation[1]:.0e} of its mean diagonal: the prior is "
+            "smaller than the rounding of the information. Use precision='float64' or a larger prior precision.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return Posterior(information, prior, factor)
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    prior: Prior | None = None,
+    last_layers: int | None = None,
+    parameters: str | Sequence[str] | None = None,
+    fisher: str = "ggn",
+    structure: str = "dense",
+    precision: str | None = None,
+    unpack: Unpack | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior."""
+    information = collect(
+        model,
+        data,
+        last_layers=last_layers,
+        parameters=parameters,
+        fisher=fisher,
+        structure=structure,
+        precision=precision,
+        unpack=unpack,
+        progress=progress,
+    )
+    return condition(information, Prior() if prior is None else prior)
+
+
+def _chain(held: list[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:
+    yield from held
+    yield from rest

@@ -1,0 +1,231 @@
+"""`Prediction`: the PMF of each input with its error bars, from Monte Carlo samples of the logits.
+
+Samples are kept class by class with the draws in the last dimension, (B, M, K): exponentials and sums then run over
+contiguous memory. They are made again, block by block, whenever a statistic needs them, so that a prediction holds
+(B, M) numbers and not (B, M, K).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar.errors import ArgumentError
+
+# Samples of one block: they should stay in the cache between the passes that make a softmax of them.
+_BLOCK_BYTES = 2 * 2**20
+
+
+class Sampler(Protocol):
+    """Samples f⁽ᵏ⁾ of the PMF of some rows."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def classes(self) -> int: ...
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def like(self) -> Tensor: ...
+
+    def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianSampler:
+    """f⁽ᵏ⁾ = softmax(ĝ + A z⁽ᵏ⁾), A Aᵀ = P^g on contrasts, with the same draws z for every input (eq:gmarg)."""
+
+    mean: Float[Tensor, "B M"]
+    root: Float[Tensor, "B M d"]
+    normal: Float[Tensor, "d K"]
+
+    @property
+    def rows(self) -> int:
+        return self.mean.shape[0]
+
+    @property
+    def classes(self) -> int:
+        return self.mean.shape[1]
+
+    @property
+    def samples(self) -> int:
+        return self.normal.shape[1]
+
+    @property
+    def like(self) -> Tensor:
+        return self.mean
+
+    def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
+        logits = self.root[start:stop].flatten(0, 1) @ self.normal
+        logits = logits.reshape(stop - start, self.classes, self.samples)
+        logits += self.mean[start:stop, :, None]
+        return softmax_over_classes_(logits)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenSampler:
+    """Samples that are already there (eq:genMC)."""
+
+    values: Float[Tensor, "B M K"]
+
+    @property
+    def rows(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def classes(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def samples(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        return self.values
+
+    def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
+        return self.values[start:stop]
+
+
+def softmax_over_classes_(logits: Float[Tensor, "b M K"]) -> Float[Tensor, "b M K"]:
+    """Softmax over dimension 1, in place."""
+    logits -= logits.amax(1, keepdim=True)
+    logits.exp_()
+    logits /= logits.sum(1, keepdim=True)
+    return logits
+
+
+def standard_normal(rows: int, columns: int, seed: int, like: Tensor) -> Float[Tensor, "rows columns"]:
+    """Draws that depend on the seed alone: float64 on the CPU, then cast and moved to where `like` is."""
+    generator = torch.Generator().manual_seed(require_seed(seed))
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(like)
+
+
+def require_seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError(f"seed is {seed!r}; expected a whole number of zero or more.")
+    return seed
+
+
+def require_samples(samples: int) -> int:
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ArgumentError(f"samples is {samples!r}; expected a whole number of one or more.")
+    return samples
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """PMFs f̂(x|T) = (1/K) Σ_k f⁽ᵏ⁾ of B inputs, and everything that their samples tell.
+
+    `jitter` is the largest share of its mean diagonal that a logit covariance needed to be factorised.
+    """
+
+    pmf: Float[Tensor, "B M"]
+    sampler: Sampler
+    jitter: float = 0.0
+
+    @staticmethod
+    def from_sampler(sampler: Sampler, jitter: float = 0.0) -> Prediction:
+        return Prediction(_over_blocks(sampler, lambda f: f.mean(2), sampler.classes), sampler, jitter)
+
+    def __len__(self) -> int:
+        return self.sampler.rows
+
+    @cached_property
+    def covariance(self) -> Float[Tensor, "B M M"]:
+        """P^f = (1/K) Σ_k (f⁽ᵏ⁾ − f̂)(·)ᵀ, computed when it is read."""
+        return _over_blocks(self.sampler, _covariance, self.sampler.classes, self.sampler.classes)
+
+    @cached_property
+    def std(self) -> Float[Tensor, "B M"]:
+        """√diag P^f, without making P^f."""
+        return _over_blocks(self.sampler, lambda f: f.var(2, correction=0).sqrt(), self.sampler.classes)
+
+    @cached_property
+    def label(self) -> Int[Tensor, "B"]:
+        """The most likely class."""
+        return self.pmf.argmax(1)
+
+    @cached_property
+    def confidence(self) -> Float[Tensor, "B"]:
+        """The probability of the most likely class."""
+        return self.pmf.amax(1)
+
+    @cached_property
+    def standard_error(self) -> Float[Tensor, "B M"]:
+        """The Monte Carlo error of the PMF: std/√K. More samples make it smaller; they do not change std."""
+        return self.std / math.sqrt(self.sampler.samples)
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "B"]:
+        """H(f̂) in nats: the total uncertainty about the class."""
+        return _entropy(self.pmf)
+
+    @cached_property
+    def mutual_information(self) -> Float[Tensor, "B"]:
+        """H(f̂) − (1/K) Σ_k H(f⁽ᵏ⁾) in nats: how much of the entropy the parameters are to blame for.
+
+        Zero or more by Jensen's inequality; what rounding takes below zero is zero.
+        """
+        expected = _over_blocks(self.sampler, lambda f: _entropy(f).mean(1))
+        return (self.entropy - expected).clamp_min(0)
+
+    def risk(self, threshold: float | Float[Tensor, "M"]) -> Float[Tensor, "B M"]:
+        """r_m = Pr{f_m > γ_m} ≈ (1/K) Σ_k 1(f_m⁽ᵏ⁾ > γ_m), for one threshold or one per class."""
+        limit = torch.as_tensor(threshold, dtype=self.pmf.dtype, device=self.pmf.device)
+        if limit.shape not in ((), (self.sampler.classes,)) or not bool(((limit >= 0) & (limit <= 1)).all()):
+            raise ArgumentError(
+                f"The risk threshold is {threshold!r}; expected a probability, or one for each of the "
+                f"{self.sampler.classes} classes."
+            )
+        limits = limit.expand(self.sampler.classes)[:, None]
+        return _over_blocks(self.sampler, lambda f: (f > limits).to(f.dtype).mean(2), self.sampler.classes)
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+        """Equal-tailed intervals that hold f_m with probability `level`: (lower, upper)."""
+        if not 0 < level < 1:
+            raise ArgumentError(f"The level of the interval is {level!r}; expected a number between 0 and 1.")
+        tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=self.pmf.dtype, device=self.pmf.device)
+        both = _over_blocks(
+            self.sampler, lambda f: torch.quantile(f, tails, dim=2).permute(1, 2, 0), self.sampler.classes, 2
+        )
+        return both[..., 0], both[..., 1]
+
+    def samples(self) -> Float[Tensor, "B K M"]:
+        """All samples f⁽ᵏ⁾; B·K·M numbers."""
+        return _over_blocks(self.sampler, lambda f: f.mT, self.sampler.samples, self.sampler.classes)
+
+
+def _over_blocks(sampler: Sampler, statistic: Callable[[Float[Tensor, "b M K"]], Tensor], *shape: int) -> Tensor:
+    """`statistic` of the samples of all rows, a block of rows at a time."""
+    result = sampler.like.new_empty(sampler.rows, *shape)
+    for start, stop in _blocks(sampler):
+        result[start:stop] = statistic(sampler.block(start, stop))
+    return result
+
+
+def _blocks(sampler: Sampler) -> Iterator[tuple[int, int]]:
+    row_bytes = sampler.classes * sampler.samples * sampler.like.element_size()
+    size = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, sampler.rows, size):
+        yield start, min(start + size, sampler.rows)
+
+
+def _covariance(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M M"]:
+    deviations = values - values.mean(2, keepdim=True)
+    return deviations @ deviations.mT / values.shape[2]
+
+
+def _entropy(pmf: Float[Tensor, "b M *K"]) -> Float[Tensor, "b *K"]:
+    return -torch.xlogy(pmf, pmf).sum(1)
