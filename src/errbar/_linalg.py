@@ -23,6 +23,11 @@ def largest_jitter(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 1e-4
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """Relative error of an entry of a sum of many products in `dtype`."""
+    return torch.finfo(dtype).eps * (10 if dtype == torch.float64 else 1)
+
+
 def symmetric(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"]:
     """The symmetric part of a matrix that is symmetric up to rounding."""
     return (matrix + matrix.mT) / 2
@@ -66,11 +71,11 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
     return lower, used
 
 
-def is_positive_semidefinite(matrix: Float[Tensor, "n n"], *, tolerance: float) -> bool:
+def is_positive_semidefinite(matrix: Float[Tensor, "*B n n"], *, tolerance: float) -> bool:
     """Whether all eigenvalues are above −tolerance, by one factorisation of matrix + tolerance · identity."""
     shifted = matrix.double().clone()
-    shifted.diagonal().add_(tolerance)
-    return not bool(torch.linalg.cholesky_ex(shifted)[1])
+    shifted.diagonal(dim1=-2, dim2=-1).add_(max(tolerance, torch.finfo(torch.float64).tiny))
+    return not bool(torch.linalg.cholesky_ex(shifted)[1].any())
 
 
 def require_covariance(matrix: Float[Tensor, "*B n n"], *, name: str) -> None:
@@ -160,11 +165,11 @@ def solve_lower_transposed(lower: Float[Tensor, "*B n n"], right: Float[Tensor, 
     return solution
 
 
-def inverse_from_cholesky(lower: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+def inverse_from_cholesky(lower: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"]:
     """(lower lowerᵀ)⁻¹."""
     return torch.cholesky_inverse(lower)
 
 
-def log_determinant_from_cholesky(lower: Float[Tensor, "n n"]) -> float:
-    """ln det(lower lowerᵀ)."""
-    return 2 * float(lower.diagonal().log().sum())
+def log_determinant_from_cholesky(lower: Float[Tensor, "*B n n"]) -> float:
+    """ln det(lower lowerᵀ), summed over a batch."""
+    return 2 * float(lower.diagonal(dim1=-2, dim2=-1).log().sum())

@@ -75,7 +75,7 @@ class _HeldOut:
     """ĝ and a root of P^g (both for T = T_c = 1) and the label of each held-out input."""
 
     mean: Float[Tensor, "N M"]
-    root: Float[Tensor, "N M d"]
+    root: Float[Tensor, "N M d"] | Float[Tensor, "N M"]
     labels: Int[Tensor, "N"]
 
     def pmf(
@@ -92,7 +92,9 @@ class _HeldOut:
         size = max(1, _BLOCK_ELEMENTS // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
-            spread = (self.root[rows] @ normal) * (math.sqrt(scale) / temperature)
+            root = self.root[rows]
+            spread = root @ normal if root.ndim == 3 else root[:, :, None] * normal
+            spread *= math.sqrt(scale) / temperature
             logits = spread + self.mean[rows, :, None] / temperature
             velocities = {"temperature": -logits, "covariance_scale": spread / 2} if derivatives else {}
             values = softmax_over_classes_(logits)
@@ -111,7 +113,7 @@ def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: 
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
-        roots.append(gaussian.contrast_root()[0])
+        roots.append(gaussian.sampling_root()[0])
     if not means:
         raise DataError("The data to calibrate on are empty: expected at least one batch.")
     return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels))
@@ -154,7 +156,7 @@ def _search(
     seed: int,
 ) -> dict[str, float]:
     """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE)."""
-    normal = standard_normal(samples, held_out.root.shape[2], seed, held_out.mean).T.contiguous()
+    normal = standard_normal(samples, held_out.root.shape[-1], seed, held_out.mean).T.contiguous()
 
     def value(point: Tensor, draws: Tensor) -> float:
         trial = _at(point, names, start)

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from errbar.checks import Checks
 from errbar.errors import DataError, LabelError
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any], Any]]
@@ -132,7 +133,9 @@ def _iterable(data: Any) -> Iterable[Any]:
     return data
 
 
-def checked_labels(labels: Any, *, size: int, classes: int, device: torch.device) -> Int[Tensor, "B"]:
+def checked_labels(
+    labels: Any, *, size: int, classes: int, device: torch.device, checks: Checks | None = None
+) -> Int[Tensor, "B"]:
     """Labels as integers 0 … M−1 on `device`; `LabelError` in words otherwise.
 
     Two classes may also come as 0.0 and 1.0, with or without a trailing dimension, because that is what the binary
@@ -151,17 +154,19 @@ def checked_labels(labels: Any, *, size: int, classes: int, device: torch.device
             f"Labels have shape {tuple(values.shape)}; expected ({size},), one class number for each input. "
             "Turn one-hot rows into class numbers with argmax(1)."
         )
-    if classes == 2 and values.is_floating_point() and bool(((values == 0) | (values == 1)).all()):
-        values = values.long()
-    if values.is_floating_point() or values.is_complex():
+    whole = values.long()
+    is_binary_float = classes == 2 and values.is_floating_point() and bool((values == whole).all())
+    if (values.is_floating_point() or values.is_complex()) and not is_binary_float:
         raise LabelError(f"Labels are {values.dtype}; expected integers 0 to {classes - 1}.")
-    values = values.long()
-    if size and (int(values.min()) < 0 or int(values.max()) >= classes):
-        raise LabelError(
-            f"Labels run from {int(values.min())} to {int(values.max())}; expected 0 to {classes - 1}, because the "
+    in_range = ((whole >= 0) & (whole < classes)).all()
+    (checks or Checks(torch.device("cpu"))).require(
+        in_range,
+        lambda: LabelError(
+            f"Labels run from {int(whole.min())} to {int(whole.max())}; expected 0 to {classes - 1}, because the "
             f"model has {classes} classes."
-        )
-    return values
+        ),
+    )
+    return whole
 
 
 def _describe(value: Any) -> str:

@@ -14,8 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar import _linalg
+from errbar import _linalg, packed
+from errbar.capture import Factor, LinearLayer
+from errbar.derivative import Derivative
+from errbar.fisher import Fisher, fisher_matrix, fisher_root
+from errbar.logits import LogitGaussian
 from errbar.memory import require_memory
+
+# Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
+_STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
+_STAGED_BYTES = 2**28
 
 
 def require_dense_memory(n: int, device: torch.device) -> None:
@@ -34,19 +42,12 @@ class DenseSum:
 
     matrix: Float[Tensor, "n n"]
 
-    @staticmethod
-    def zero(n: int, device: torch.device) -> DenseSum:
-        return DenseSum(torch.zeros(n, n, dtype=torch.float64, device=device))
+    def dense(self) -> Float[Tensor, "n n"]:
+        return self.matrix.clone()
 
-    def accumulate(self, rows: Float[Tensor, "k n"]) -> None:
-        """Add UᵀU in place, U = Rᵀ J: the product in the dtype of `rows`, the sum in float64.
-
-        Only `collect` calls this, on a sum that nobody else has seen yet.
-        """
-        if rows.dtype == torch.float64:
-            self.matrix.addmm_(rows.T, rows)
-        else:
-            self.matrix.add_(rows.T @ rows)
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
 
     def __add__(self, other: DenseSum) -> DenseSum:
         return DenseSum(self.matrix + other.matrix)
@@ -60,11 +61,12 @@ class DenseSum:
     def to(self, device: torch.device) -> DenseSum:
         return DenseSum(self.matrix.to(device))
 
-    def is_possible(self, dtype: torch.dtype) -> bool:
-        """Whether no eigenvalue is below the rounding of sums that were computed in `dtype`."""
-        scale = float(self.matrix.diagonal().abs().max())
-        rounding = torch.finfo(dtype).eps * (1 if dtype == torch.float32 else 10)
-        tolerance = max(len(self.matrix) * rounding * scale, torch.finfo(torch.float64).tiny)
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
+        return len(self.matrix) * _linalg.rounding(dtype) * float(self.matrix.diagonal().abs().max())
+
+    def is_possible(self, tolerance: float) -> bool:
+        """Whether no eigenvalue is below −tolerance."""
         return _linalg.is_positive_semidefinite(self.matrix, tolerance=tolerance)
 
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> DenseFactor:
@@ -72,6 +74,114 @@ class DenseSum:
         factor = DenseFactor(self, prior_precision, limit)
         factor.factorisation  # noqa: B018  (computed and cached)
         return factor
+
+
+class DenseAccumulator:
+    """Adds up batches; private to one pass over the data, and the only thing here that changes."""
+
+    def __init__(self, n: int, fisher: Fisher, dtype: torch.dtype, device: torch.device) -> None:
+        self.n = n
+        self.fisher = fisher
+        self.dtype = dtype
+        self.device = device
+        self.matrix: Float[Tensor, "n n"] | None = None
+        self.blocks: dict[tuple[LinearLayer, LinearLayer, bool], Float[Tensor, "rows k"]] = {}
+        self.staged: list[tuple[Float[Tensor, "B M M"], tuple[Factor, ...]]] = []
+        self.staged_samples = 0
+
+    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+        if derivative.factors is None:
+            self._add_rows(weighted_rows(logits, derivative, self.fisher, self.dtype))
+            return
+        if self.staged and not _same_layers(self.staged[-1][1], derivative.factors):
+            self._flush()
+        self.staged.append((fisher_matrix(logits, self.fisher).to(self.dtype), derivative.to(self.dtype).factors or ()))
+        self.staged_samples += len(logits)
+        if self.staged_samples >= self._capacity():
+            self._flush()
+
+    def finish(self) -> DenseSum:
+        if self.staged:
+            self._flush()
+        total = self._zeros() if self.matrix is None else self.matrix
+        _add_blocks(total, self.blocks)
+        return DenseSum(total)
+
+    def _zeros(self) -> Float[Tensor, "n n"]:
+        return torch.zeros(self.n, self.n, dtype=torch.float64, device=self.device)
+
+    def _add_rows(self, rows: Float[Tensor, "k n"]) -> None:
+        """Add UᵀU, U = Rᵀ J: the product in the dtype of `rows`, the sum in float64."""
+        if self.matrix is None:
+            self.matrix = self._zeros()
+        if rows.dtype == torch.float64:
+            self.matrix.addmm_(rows.T, rows)
+        else:
+            self.matrix += rows.T @ rows
+
+    def _capacity(self) -> int:
+        weights, factors = self.staged[0]
+        classes = weights.shape[1]
+        floats = classes**2 + sum(f.layer.width + f.layer.outputs * (classes + f.layer.outputs) for f in factors)
+        most = _STAGED_SAMPLES.get(self.device.type, 4096)
+        return max(1, min(most, _STAGED_BYTES // (floats * weights.element_size())))
+
+    def _flush(self) -> None:
+        """Block (l, l') += Σ_n (V_lᵀ Λ V_l') ⊗ h_l h_l'ᵀ for all pairs of terms."""
+        weights = torch.cat([part for part, _ in self.staged])
+        factors = _concatenated([part for _, part in self.staged])
+        self.staged, self.staged_samples = [], 0
+        inner = [factor.inner.T.contiguous() for factor in factors]
+        for y, second in enumerate(factors):
+            right = weights if second.outer is None else weights @ second.outer
+            for x, first in enumerate(factors[: y + 1]):
+                product = right if first.outer is None else first.outer.mT @ right
+                key = (first.layer, second.layer, x == y)
+                scaled = packed.packed_weights(product, symmetric=x == y)
+                if key not in self.blocks:
+                    p, q = len(inner[x]), len(inner[y])
+                    rows = p * (p + 1) // 2 if x == y else p * q
+                    self.blocks[key] = torch.zeros(rows, len(scaled), dtype=torch.float64, device=self.device)
+                packed.add_products(self.blocks[key], scaled, inner[x], None if x == y else inner[y])
+
+
+def weighted_rows(
+    logits: Float[Tensor, "B M"], derivative: Derivative, fisher: Fisher, dtype: torch.dtype
+) -> Float[Tensor, "k n"]:
+    """The rows U_nᵀ = R_nᵀ J_n of all samples, R R ᵀ = Λ."""
+    root = fisher_root(logits, fisher).to(dtype)
+    return (root.mT @ derivative.jacobian().to(dtype)).flatten(0, 1)
+
+
+def _same_layers(first: tuple[Factor, ...], second: tuple[Factor, ...]) -> bool:
+    return [factor.layer for factor in first] == [factor.layer for factor in second]
+
+
+def _concatenated(parts: list[tuple[Factor, ...]]) -> list[Factor]:
+    joined = []
+    for same in zip(*parts, strict=True):
+        outer = [factor.outer for factor in same if factor.outer is not None]
+        inner = torch.cat([factor.inner for factor in same])
+        joined.append(Factor(same[0].layer, inner, torch.cat(outer) if outer else None))
+    return joined
+
+
+def _add_blocks(
+    whole: Float[Tensor, "n n"], blocks: dict[tuple[LinearLayer, LinearLayer, bool], Float[Tensor, "rows k"]]
+) -> None:
+    """Add packed blocks, and their mirror images, to a matrix in the order of the flat parameter vector."""
+    for (first, second, symmetric), total in blocks.items():
+        d, p, e, q = first.outputs, first.width, second.outputs, second.width
+        for i, j, entries in packed.block_from_products(total, d, p, e, q, symmetric=symmetric):
+            for entry_rows, rows in first.spans(i, i + 1):
+                for entry_columns, columns in second.spans(j, e):
+                    part = entries[entry_rows, :, entry_columns]
+                    whole[rows, columns] += part.flatten(1)
+                # A diagonal sub-block is its own mirror image.
+                beyond = j + 1 if symmetric else j
+                for entry_columns, columns in second.spans(beyond, e):
+                    part = entries[entry_rows, beyond - j :, entry_columns]
+                    whole[columns, rows] += part.flatten(1).T
 
 
 class DenseFactor:
@@ -91,6 +201,7 @@ class DenseFactor:
         self.limit = limit
         self.recursed = recursed
         self._lock = threading.RLock()
+        self._cache: dict[object, Tensor] = {}
         if covariance is not None:
             self.__dict__["covariance"] = covariance
 
@@ -115,34 +226,82 @@ class DenseFactor:
                 return self.__dict__["covariance"]  # type: ignore[no-any-return]
             return _linalg.inverse_from_cholesky(self.lower)
 
-    @property
-    def has_covariance(self) -> bool:
-        return "covariance" in self.__dict__
+    def can_recurse(self, rows: int) -> bool:
+        """Whether `rows` rows by the recursion are cheaper than a factorisation.
 
-    def logit_covariance(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
-        """P^g = J P Jᵀ = ZᵀZ with Z = lower⁻¹ Jᵀ (eq:linearize): positive semi-definite whatever the rounding."""
+        That takes n³/3 multiplications, the recursion 2 n² a row; and after n rows in all a factorisation is due
+        anyway, to rid the covariance of accumulated rounding.
+        """
+        n = len(self.prior_precision)
+        return "covariance" in self.__dict__ and rows <= n // 8 and self.recursed + rows <= n
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
+        """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize)."""
+        if derivative.factors is None:
+            covariance = self._from_jacobian(derivative.jacobian())
+        else:
+            covariance = self._from_factors(derivative.factors)
+        return LogitGaussian.trusted(mean, covariance.to(mean.dtype))
+
+    def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
+        """R_ij = J_i P J_jᵀ for all pairs of frames, in float64.
+
+        Frames are near copies of each other, and what tells them apart is a small difference.
+        """
+        jacobian = derivative.jacobian().double()
+        count, classes, n = jacobian.shape
+        stacked = self._from_jacobian(jacobian.reshape(1, count * classes, n))
+        return stacked.reshape(count, classes, count, classes)
+
+    def _from_jacobian(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
+        """ZᵀZ with Z = lower⁻¹ Jᵀ: positive semi-definite whatever the rounding."""
         size, classes, n = jacobian.shape
         columns = jacobian.reshape(-1, n).T
-        if "factorisation" in self.__dict__ or not self.has_covariance:
-            half = _linalg.solve_lower(self._lower_as(jacobian.dtype), columns)
+        if "factorisation" in self.__dict__ or "covariance" not in self.__dict__:
+            half = _linalg.solve_lower(self._cached("lower", jacobian.dtype), columns)
             half = half.T.reshape(size, classes, n)
             return half @ half.mT
         product = (self.covariance @ columns.double()).T.reshape(size, classes, n)
-        return _linalg.symmetric(jacobian.double() @ product.mT).to(jacobian.dtype)
+        return _linalg.symmetric(jacobian.double() @ product.mT)
 
-    def joint_covariance(self, jacobian: Float[Tensor, "C M n"]) -> Float[Tensor, "C M C M"]:
-        """R_ij = J_i P J_jᵀ for all pairs of frames."""
-        count, classes, _ = jacobian.shape
-        stacked = self.logit_covariance(jacobian.reshape(1, count * classes, -1))
-        return stacked.reshape(count, classes, count, classes)
+    def _from_factors(self, factors: tuple[Factor, ...]) -> Float[Tensor, "B M M"]:
+        """Σ over pairs of terms of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, by matrix products with P repacked."""
+        inner = [factor.inner.T.contiguous() for factor in factors]
+        total: Tensor | None = None
+        for y, second in enumerate(factors):
+            for x, first in enumerate(factors[: y + 1]):
+                same = x == y
+                coefficients = self._coefficients(first.layer, second.layer, same, first.inner.dtype)
+                contracted = packed.contract(coefficients, inner[x], None if same else inner[y])
+                term = packed.unpacked_weights(contracted, first.layer.outputs, second.layer.outputs, symmetric=same)
+                term = term if first.outer is None else first.outer @ term
+                term = term if second.outer is None else term @ second.outer.mT
+                term = term if same else term + term.mT
+                total = term if total is None else total + term
+        assert total is not None
+        return _linalg.symmetric(total)
 
-    def _lower_as(self, dtype: torch.dtype) -> Float[Tensor, "n n"]:
-        if dtype == torch.float64:
-            return self.lower
+    def _coefficients(
+        self, first: LinearLayer, second: LinearLayer, same: bool, dtype: torch.dtype
+    ) -> Float[Tensor, "rows k"]:
+        key = (first, second, same, dtype)
         with self._lock:
-            if "_lower_float32" not in self.__dict__:
-                self.__dict__["_lower_float32"] = self.lower.float()
-            return self.__dict__["_lower_float32"]  # type: ignore[no-any-return]
+            if key not in self._cache:
+                device = self.prior_precision.device
+                left = first.positions().to(device)
+                right = None if same else second.positions().to(device)
+                self._cache[key] = packed.coefficients(self.covariance, left, right, dtype)
+            return self._cache[key]
+
+    def _cached(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A float64 factor in the dtype of products, cast once."""
+        value: Tensor = getattr(self, name)
+        if dtype == torch.float64:
+            return value
+        with self._lock:
+            if (name, dtype) not in self._cache:
+                self._cache[name, dtype] = value.to(dtype)
+            return self._cache[name, dtype]
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P): lower⁻ᵀ z has covariance (lower lowerᵀ)⁻¹ = P."""
@@ -168,9 +327,9 @@ class DenseFactor:
         return DenseFactor(total, self.prior_precision, self.limit, covariance=covariance, recursed=recursed)
 
     def to(self, device: torch.device) -> DenseFactor:
-        moved = DenseFactor(self.total.to(device), self.prior_precision.to(device), self.limit)
-        for name in ("factorisation", "covariance"):
-            if name in self.__dict__:
-                value = self.__dict__[name]
-                moved.__dict__[name] = (value[0].to(device), value[1]) if name == "factorisation" else value.to(device)
+        moved = DenseFactor(self.total.to(device), self.prior_precision.to(device), self.limit, recursed=self.recursed)
+        if "factorisation" in self.__dict__:
+            moved.__dict__["factorisation"] = (self.lower.to(device), self.factorisation[1])
+        if "covariance" in self.__dict__:
+            moved.__dict__["covariance"] = self.covariance.to(device)
         return moved

@@ -28,10 +28,24 @@ def require_fisher(fisher: str) -> Fisher:
     return fisher  # type: ignore[return-value]
 
 
-def fisher_root(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "B M M"]:
-    """R with R Rᵀ = Λ, in float64 because 1 − f loses everything in float32 when the network is sure."""
+def fisher_diagonal(logits: Float[Tensor, "B M"]) -> Float[Tensor, "B M"]:
+    """η, the diagonal of Λ, in float64 because 1 − f loses everything in float32 when the network is sure."""
     probability = torch.softmax(logits.double(), 1)
+    return probability * (1 - probability)
+
+
+def fisher_matrix(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "B M M"]:
+    """Λ, or its diagonal, in float64."""
     if fisher == "eta":
-        return torch.diag_embed((probability * (1 - probability)).sqrt())
+        return torch.diag_embed(fisher_diagonal(logits))
+    probability = torch.softmax(logits.double(), 1)
+    return torch.diag_embed(probability) - probability[:, :, None] * probability[:, None, :]
+
+
+def fisher_root(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "B M M"]:
+    """R with R Rᵀ = Λ, in float64."""
+    if fisher == "eta":
+        return torch.diag_embed(fisher_diagonal(logits).sqrt())
+    probability = torch.softmax(logits.double(), 1)
     root = probability.sqrt()
     return torch.diag_embed(root) - probability[:, :, None] * root[:, None, :]

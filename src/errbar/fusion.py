@@ -120,7 +120,7 @@ def _require_fusible(sources: list[LogitGaussian]) -> None:
             )
         if len(source) != len(sources[0]):
             raise MismatchError(
-                f"Cannot fuse {len(sources[0])} inputs with {len(source)}; expected row i of each to be the same object."
+                f"Cannot fuse {len(sources[0])} inputs with {len(source)}; expected row i of each to be one object."
             )
         if source.mean.device != sources[0].mean.device:
             raise MismatchError(

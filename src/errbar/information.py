@@ -15,16 +15,49 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._progress import track
+from errbar.checks import Checks
 from errbar.data import Batch, Unpack, batches, checked_labels, count_batches
-from errbar.dense import DenseSum, require_dense_memory
+from errbar.dense import DenseAccumulator, DenseSum, require_dense_memory, weighted_rows
+from errbar.derivative import Route, differentiate
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
-from errbar.fisher import Fisher, fisher_root, require_fisher
-from errbar.jacobian import chunks, jacobians
+from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
 from errbar.network import Network, plain_execution, require_finite_logits
+from errbar.per_class import PerClassAccumulator, PerClassSum, require_per_class_memory
 
 Structure = Literal["dense"]
 Precision = Literal["float64"]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is asked of the data: derivatives of which parameters, in which way, weighted by which Fisher."""
+
+    network: Network
+    selection: Selection
+    route: Route
+    fisher: Fisher
+    n_classes: int
+    precision: Precision | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products."""
+        return torch.float64 if self.precision == "float64" else self.network.dtype
+
+    @property
+    def is_per_class(self) -> bool:
+        """A last layer alone, which returns the logits themselves, with the `eta` Fisher: see `errbar.per_class`."""
+        return self.fisher == "eta" and self.route.returns_logits
+
+    def accumulator(self) -> DenseAccumulator | PerClassAccumulator:
+        """An empty sum; refused with the bytes that it would need where those are not there."""
+        device = self.network.device
+        if self.is_per_class:
+            require_per_class_memory(self.route.layers[0], device)
+            return PerClassAccumulator(self.route.layers[0], self.dtype, device)
+        require_dense_memory(self.selection.n_parameters, device)
+        return DenseAccumulator(self.selection.n_parameters, self.fisher, self.dtype, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,20 +67,35 @@ class Information:
     `log_likelihood` is Σ ln f_y(x; θ̂) where the data had labels, and None where they had not.
     """
 
-    network: Network
-    selection: Selection
-    total: DenseSum
-    fisher: Fisher
+    task: Task
+    total: DenseSum | PerClassSum
     n_samples: float
-    n_classes: int
     log_likelihood: float | None
-    precision: Precision | None = None
-    structure: Structure = "dense"
 
     @property
     def model(self) -> nn.Module:
         """The model as the user gave it."""
         return self.network.model
+
+    @property
+    def network(self) -> Network:
+        return self.task.network
+
+    @property
+    def selection(self) -> Selection:
+        return self.task.selection
+
+    @property
+    def fisher(self) -> Fisher:
+        return self.task.fisher
+
+    @property
+    def structure(self) -> Structure:
+        return "dense"
+
+    @property
+    def n_classes(self) -> int:
+        return self.task.n_classes
 
     @property
     def n_parameters(self) -> int:
@@ -60,17 +108,17 @@ class Information:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of products."""
-        return torch.float64 if self.precision == "float64" else self.network.dtype
+        return self.task.dtype
 
     def dense(self) -> Float[Tensor, "n n"]:
         """The information matrix, float64."""
-        return self.total.matrix.clone()
+        return self.total.dense()
 
     def __add__(self, other: Information) -> Information:
         self._require_same_kind(other)
         return replace(
             self,
-            total=self.total + other.total,
+            total=self.total + other.total,  # type: ignore[operator]
             n_samples=self.n_samples + other.n_samples,
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, 1),
         )
@@ -82,8 +130,8 @@ class Information:
             raise ForgetError(
                 f"Cannot forget {other.n_samples:g} samples: the information is of {self.n_samples:g} only."
             )
-        total = self.total - other.total
-        if not total.is_possible(self.dtype):
+        total = self.total - other.total  # type: ignore[operator]
+        if not total.is_possible(self.total.tolerance(self.dtype)):
             raise ForgetError(
                 "Forgetting these data would leave negative information, so they were not among the data seen. "
                 "Expected data that were part of the fit, unchanged."
@@ -113,7 +161,7 @@ class Information:
 
     def to(self, device: torch.device, network: Network) -> Information:
         """The same information about the same weights in `network`, on `device`."""
-        return replace(self, network=network, total=self.total.to(device))
+        return replace(self, task=replace(self.task, network=network), total=self.total.to(device))
 
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):
@@ -128,9 +176,9 @@ class Information:
             if ours != theirs:
                 shown = "" if what == "parameters" else f": {ours} and {theirs}"
                 raise MismatchError(f"Information of different {what} cannot be combined{shown}.")
-        if self.total.matrix.device != other.total.matrix.device:
+        if self.total.device != other.total.device:
             raise MismatchError(
-                f"Information on {self.total.matrix.device} and on {other.total.matrix.device} cannot be combined; "
+                f"Information on {self.total.device} and on {other.total.device} cannot be combined; "
                 "move one of them first."
             )
 
@@ -168,64 +216,57 @@ def collect(
     _require_option("precision", precision, (None, "float64"))
     network = Network(model)
     stream = track(batches(data, unpack), "Collecting", total=count_batches(data), enabled=progress)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("The data are empty: expected at least one batch.")
     with plain_execution(network.device):
-        first = next(stream, None)
-        if first is None:
-            raise DataError("The data are empty: expected at least one batch.")
-        first = network.prepare(first)
-        order, logits = network.execution_order(first)
+        prepared = network.prepare(first, Checks(network.device))
+        order, logits = network.execution_order(prepared)
         selection = select(network, order, last_layers=last_layers, parameters=parameters)
-        require_dense_memory(selection.n_parameters, network.device)
-        empty = Information(
-            network=network,
-            selection=selection,
-            total=DenseSum.zero(selection.n_parameters, network.device),
-            fisher=kind,
-            n_samples=0,
-            n_classes=logits.shape[1],
-            log_likelihood=0.0,
-            precision=precision,  # type: ignore[arg-type]
-        )
-        return accumulate(empty, _chain(first, stream))
+        route = Route.plan(network, selection, prepared)
+    task = Task(network, selection, route, kind, logits.shape[1], precision)  # type: ignore[arg-type]
+    return accumulate(task, _chain(first, stream))
 
 
-def accumulate(
-    empty: Information, stream: Iterator[Batch], keep: list[Float[Tensor, "k n"]] | None = None
-) -> Information:
-    """Fill an empty `Information` with a stream of batches; with `keep`, their rows U_nᵀ are appended there."""
-    total, count = empty.total, 0
-    likelihood: float | None = 0.0
-    with plain_execution(empty.network.device):
+def accumulate(task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k n"]] | None = None) -> Information:
+    """The information of a stream of batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
+    network, n, classes = task.network, task.selection.n_parameters, task.n_classes
+    checks = Checks(network.device)
+    total = task.accumulator()
+    count = 0
+    likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
+    with plain_execution(network.device):
         for batch in stream:
             logits = []
-            for part in chunks(empty.network.prepare(batch), classes=empty.n_classes, n_parameters=empty.n_parameters):
-                rows, part_logits = weighted_jacobians(empty, part)
-                total.accumulate(rows)
+            for part in task.route.chunks(network.prepare(batch, checks), classes=classes, n_parameters=n):
+                part_logits, derivative = differentiate(network, task.selection, task.route, part)
+                require_finite_logits(part_logits, checks)
+                total.add(part_logits, derivative)
                 logits.append(part_logits)
                 if keep is not None:
-                    keep.append(rows)
-            likelihood = _combined(likelihood, _label_likelihood(torch.cat(logits), batch.labels), 1)
+                    keep.append(weighted_rows(part_logits, derivative, task.fisher, task.dtype))
+            if likelihood is not None and batch.labels is not None:
+                likelihood = likelihood + _label_likelihood(torch.cat(logits), batch.labels, checks)
+            else:
+                likelihood = None
             count += len(batch)
-    if count == 0:
-        raise DataError("The data are empty: expected at least one batch.")
-    return replace(empty, total=total, n_samples=count, log_likelihood=likelihood)
+        if count == 0:
+            raise DataError("The data are empty: expected at least one batch.")
+        checks.finish()
+        summed = total.finish()
+    return Information(
+        task=task,
+        total=summed,
+        n_samples=count,
+        log_likelihood=None if likelihood is None else float(likelihood),
+    )
 
 
-def weighted_jacobians(kind: Information, batch: Batch) -> tuple[Float[Tensor, "k n"], Float[Tensor, "B M"]]:
-    """The rows U_nᵀ = R_nᵀ J_n of a prepared batch, in the dtype of products, and the logits."""
-    logits = kind.network.logits(batch)
-    require_finite_logits(logits)
-    root = fisher_root(logits, kind.fisher).to(kind.dtype)
-    jacobian = jacobians(kind.network, kind.selection, batch).to(kind.dtype)
-    return (root.mT @ jacobian).reshape(-1, kind.n_parameters), logits
-
-
-def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any) -> float | None:
-    if labels is None:
-        return None
-    values = checked_labels(labels, size=len(logits), classes=logits.shape[1], device=logits.device)
+def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any, checks: Checks) -> Float[Tensor, ""]:
+    values = checked_labels(labels, size=len(logits), classes=logits.shape[1], device=logits.device, checks=checks)
     log_probability = torch.log_softmax(logits.double(), 1)
-    return float(log_probability.gather(1, values[:, None]).sum())
+    # A label out of range is reported by `checks`; it must not stop the device before that.
+    return log_probability.gather(1, values.clamp(0, logits.shape[1] - 1)[:, None]).sum()
 
 
 def _combined(first: float | None, second: float | None, sign: int) -> float | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -13,9 +11,6 @@ from errbar.data import Batch
 from errbar.errors import ModelError
 from errbar.layers import Selection
 from errbar.network import Network
-
-# Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
-_CHUNK_BYTES = 128 * 2**20
 
 
 def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
@@ -69,10 +64,3 @@ def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[T
             ]
             rows.append(torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in gradients]).detach())
     return torch.stack(rows)
-
-
-def chunks(batch: Batch, *, classes: int, n_parameters: int) -> Iterator[Batch]:
-    """The batch in parts whose Jacobians stay within a fixed number of bytes."""
-    size = max(1, _CHUNK_BYTES // (8 * classes * n_parameters))
-    for start in range(0, len(batch), size):
-        yield batch.rows(start, min(start + size, len(batch)))

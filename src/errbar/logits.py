@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,16 @@ class LogitGaussian:
         _linalg.require_covariance(self.covariance, name="The covariance of the logits")
 
     @staticmethod
+    def concatenated(parts: Sequence[LogitGaussian]) -> LogitGaussian:
+        """The rows of several, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        mean = torch.cat([part.mean for part in parts])
+        if all(isinstance(part, DiagonalLogitGaussian) for part in parts):
+            return DiagonalLogitGaussian.of(mean, torch.cat([part.variance for part in parts]))
+        return LogitGaussian.trusted(mean, torch.cat([part.covariance for part in parts]))
+
+    @staticmethod
     def trusted(
         mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"], rank: int | None = None
     ) -> LogitGaussian:
@@ -57,8 +68,7 @@ class LogitGaussian:
         return len(self.mean)
 
     def __getitem__(self, rows: slice) -> LogitGaussian:
-        if not isinstance(rows, slice):
-            raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
+        _require_slice(rows)
         return LogitGaussian.trusted(self.mean[rows], self.covariance[rows], self.rank)
 
     def tempered(self, temperature: float) -> LogitGaussian:
@@ -80,13 +90,12 @@ class LogitGaussian:
 
     def predict(self, samples: int = 1000, seed: int = 0) -> Prediction:
         """Monte Carlo in the M−1 contrasts (eq:gmarg)."""
-        classes = self.mean.shape[1]
-        normal = standard_normal(require_samples(samples), classes - 1, seed, self.mean)
-        root, jitter = self.contrast_root()
+        root, jitter = self.sampling_root()
+        normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean)
         mean = self.mean - self.mean.mean(1, keepdim=True)
         return Prediction.from_sampler(GaussianSampler(mean, root, normal.T.contiguous()), jitter)
 
-    def contrast_root(self) -> tuple[Float[Tensor, "B M M-1"], float]:
+    def sampling_root(self) -> tuple[Float[Tensor, "B M M-1"], float]:
         """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g; and the jitter."""
         basis = _linalg.contrast_basis(self.mean.shape[1], self.mean.device)
         contrasts = _linalg.contrast_covariance(self.covariance)
@@ -96,6 +105,45 @@ class LogitGaussian:
             limit=_linalg.largest_jitter(self.covariance.dtype),
         )
         return (basis @ lower).to(self.mean.dtype), jitter
+
+
+class DiagonalLogitGaussian(LogitGaussian):
+    """Independent logits: N(ĝ, diag v). Nothing of size M × M is made unless `covariance` is read."""
+
+    @staticmethod
+    def of(mean: Float[Tensor, "B M"], variance: Float[Tensor, "B M"]) -> DiagonalLogitGaussian:
+        made = object.__new__(DiagonalLogitGaussian)
+        for name, value in (("mean", mean), ("_variance", variance), ("rank", None)):
+            object.__setattr__(made, name, value)
+        return made
+
+    @property
+    def variance(self) -> Float[Tensor, "B M"]:
+        variance: Tensor = self.__dict__["_variance"]
+        return variance
+
+    @property
+    def covariance(self) -> Float[Tensor, "B M M"]:
+        return torch.diag_embed(self.variance)
+
+    @property
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        return self.variance.mean(1)
+
+    def __getitem__(self, rows: slice) -> LogitGaussian:
+        _require_slice(rows)
+        return DiagonalLogitGaussian.of(self.mean[rows], self.variance[rows])
+
+    def tempered(self, temperature: float) -> LogitGaussian:
+        T = require_temperature(temperature)
+        return DiagonalLogitGaussian.of(self.mean / T, self.variance / T**2)
+
+    def scaled(self, covariance_scale: float) -> LogitGaussian:
+        return DiagonalLogitGaussian.of(self.mean, self.variance * require_covariance_scale(covariance_scale))
+
+    def sampling_root(self) -> tuple[Float[Tensor, "B M"], float]:
+        """√v: each logit is drawn by itself."""
+        return self.variance.clamp_min(0).sqrt(), 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +174,11 @@ class JointLogits:
         """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
         blocks = self.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
         return LogitGaussian.trusted(self.mean, blocks.contiguous())
+
+
+def _require_slice(rows: object) -> None:
+    if not isinstance(rows, slice):
+        raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
 
 
 def require_temperature(temperature: float) -> float:

@@ -135,9 +135,7 @@ def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "
             f"PMFs have shape {tuple(probability.shape)}; expected (inputs, classes), at least one input and two classes."
         )
     if not _is_pmf(probability):
-        raise DataError(
-            "PMFs must be numbers of zero or more that sum to one in each row; pass probabilities, not logits."
-        )
+        raise DataError("PMFs must be zero or more and sum to one in each row; pass probabilities, not logits.")
     return probability, checked_labels(
         labels, size=len(probability), classes=probability.shape[1], device=probability.device
     )

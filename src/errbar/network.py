@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from errbar.checks import Checks
 from errbar.data import Batch
 from errbar.errors import ArgumentError, DataError, ModelError, WeightsChangedError
 
@@ -150,7 +151,7 @@ class Network:
             found = self._local.replica = replicate(self.module).eval()
         return found
 
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch, checks: Checks) -> Batch:
         """The batch on the model's device and in its dtype; `DataError` for NaN, infinite or no input."""
         if len(batch) == 0:
             raise DataError("A batch holds no samples; expected at least one.")
@@ -162,8 +163,13 @@ class Network:
 
         moved = batch.map(move)
         for value in (*moved.args, *moved.kwargs.values()):
-            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise DataError("An input holds NaN or infinite values; expected finite numbers. Remove or impute it.")
+            if isinstance(value, Tensor) and value.is_floating_point():
+                checks.require(
+                    torch.isfinite(value).all(),
+                    lambda: DataError(
+                        "An input holds NaN or infinite values; expected finite numbers. Remove or impute it."
+                    ),
+                )
         return moved
 
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
@@ -232,9 +238,11 @@ def as_logits(output: Any, size: int) -> Float[Tensor, "B M"]:
     return logits
 
 
-def require_finite_logits(logits: Float[Tensor, "B M"]) -> None:
-    if not bool(torch.isfinite(logits).all()):
-        raise ModelError(
+def require_finite_logits(logits: Float[Tensor, "B M"], checks: Checks) -> None:
+    checks.require(
+        torch.isfinite(logits).all(),
+        lambda: ModelError(
             "The model returned NaN or infinite logits for a finite input. Check its weights, or use a wider dtype "
             "(float16 overflows at 65504)."
-        )
+        ),
+    )

@@ -13,13 +13,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from errbar.checks import Checks
 from errbar.data import Batch, Unpack, batches, input_batch
 from errbar.dense import DenseFactor, DenseSum
+from errbar.derivative import Derivative, differentiate
 from errbar.errors import ArgumentError, LabelError, MismatchError
 from errbar.information import Information, accumulate, collect
-from errbar.jacobian import chunks, jacobians
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
 from errbar.network import Network, plain_execution, require_finite_logits
+from errbar.per_class import PerClassFactor
 from errbar.prediction import (
     GivenSampler,
     Prediction,
@@ -28,10 +30,6 @@ from errbar.prediction import (
     standard_normal,
 )
 from errbar.prior import Prior
-
-# A Cholesky factorisation costs n³/3 multiplications, k rows of the recursion 2 k n²; beyond this share of n
-# refactorising is cheaper. It also happens after n rows in all, to rid the covariance of accumulated rounding.
-_RECURSION_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +41,7 @@ class Posterior:
 
     information: Information
     prior: Prior
-    factor: DenseFactor
+    factor: DenseFactor | PerClassFactor
     temperature: float = 1.0
     covariance_scale: float = 1.0
 
@@ -62,21 +60,16 @@ class Posterior:
 
     def logits(self, x: Any) -> LogitGaussian:
         """N(ĝ/T, T_c P^g/T²) for each input of one batch (eq:linearize)."""
-        means, covariances = [], []
         with plain_execution(self.information.network.device):
-            for mean, jacobian in self._linearised(x):
-                means.append(mean)
-                covariances.append(self.factor.logit_covariance(jacobian).to(mean.dtype))
-        T, scale = self.temperature, self.covariance_scale
-        return LogitGaussian.trusted(torch.cat(means) / T, torch.cat(covariances) * (scale / T**2))
+            parts = [self.factor.gaussian(mean, derivative) for mean, derivative in self._linearised(x)]
+        return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
 
     def joint_logits(self, frames: Any) -> JointLogits:
         """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion)."""
         with plain_execution(self.information.network.device):
             parts = list(self._linearised(frames))
-        mean = torch.cat([mean for mean, _ in parts])
-        # In float64: frames are near copies of each other, and what tells them apart is a small difference.
-        covariance = self.factor.joint_covariance(torch.cat([jacobian for _, jacobian in parts]).double())
+            mean = torch.cat([mean for mean, _ in parts])
+            covariance = self.factor.joint_covariance(Derivative.concatenated([part for _, part in parts]))
         T, scale = self.temperature, self.covariance_scale
         return JointLogits.trusted(mean / T, (covariance * (scale / T**2)).to(mean.dtype))
 
@@ -84,17 +77,18 @@ class Posterior:
         """The PMF of each input of one batch, with its error bars (eq:gmarg)."""
         return self.logits(x).predict(samples, seed)
 
-    def _linearised(self, x: Any) -> Iterator[tuple[Float[Tensor, "b M"], Float[Tensor, "b M n"]]]:
-        """ĝ in the dtype of results and J in the dtype of products, for a few inputs at a time."""
-        information = self.information
-        network = information.network
+    def _linearised(self, x: Any) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
+        """ĝ in the dtype of results and its derivative in the dtype of products, for some inputs at a time."""
+        task = self.information.task
+        network = task.network
         network.require_unchanged()
-        whole = network.prepare(input_batch(x))
-        for part in chunks(whole, classes=information.n_classes, n_parameters=information.n_parameters):
-            mean = network.logits(part)
-            require_finite_logits(mean)
-            jacobian = jacobians(network, information.selection, part)
-            yield mean.to(network.dtype), jacobian.to(information.dtype)
+        checks = Checks(network.device)
+        whole = network.prepare(input_batch(x), checks)
+        for part in task.route.chunks(whole, classes=task.n_classes, n_parameters=task.selection.n_parameters):
+            mean, derivative = differentiate(network, task.selection, task.route, part)
+            require_finite_logits(mean, checks)
+            yield mean.to(network.dtype), derivative.to(task.dtype)
+        checks.finish()
 
     def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
@@ -119,13 +113,15 @@ class Posterior:
         vectors = self._drawn_vectors(samples, seed, scale=self.covariance_scale)
         dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
         with plain_execution(network.device):
-            batch = network.prepare(input_batch(x))
+            checks = Checks(network.device)
+            batch = network.prepare(input_batch(x), checks)
             drawn = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
                 logits = network.logits(batch, {name: v[0].to(dtypes[name]) for name, v in values.items()})
-                require_finite_logits(logits)
+                require_finite_logits(logits, checks)
                 drawn.append(logits.to(network.dtype) / self.temperature)
+            checks.finish()
         return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(drawn, 2))))
 
     def update(self, data: Any, *, unpack: Unpack | None = None) -> Posterior:
@@ -133,12 +129,13 @@ class Posterior:
 
         θ̂ does not move: the model is not trained on these data, only their information counts.
         """
-        stream = batches(data, unpack)
-        few, stream = self._few(stream)
+        self.information.network.require_unchanged()
+        few, stream = self._few(batches(data, unpack))
         rows: list[Tensor] | None = [] if few else None
-        information = self.information + accumulate(self._empty_information(), stream, rows)
-        if rows is None:
+        information = self.information + accumulate(self.information.task, stream, rows)
+        if rows is None or not isinstance(self.factor, DenseFactor):
             return self._with_information(information)
+        assert isinstance(information.total, DenseSum)
         return replace(self, information=information, factor=self.factor.recursion(torch.cat(rows), information.total))
 
     def forget(self, data: Any, *, unpack: Unpack | None = None) -> Posterior:
@@ -148,28 +145,20 @@ class Posterior:
         out of the covariance. Always in information form, because the check that the data had been seen (no
         negative eigenvalue may remain) costs as much as the factorisation.
         """
-        return self._with_information(self.information - accumulate(self._empty_information(), batches(data, unpack)))
+        self.information.network.require_unchanged()
+        return self._with_information(self.information - accumulate(self.information.task, batches(data, unpack)))
 
     def _few(self, stream: Iterator[Batch]) -> tuple[bool, Iterator[Batch]]:
         """Whether the stream is so short that the recursion is cheaper than to refactorise; and the stream, unread."""
-        n = self.information.n_parameters
-        limit = min(int(n * _RECURSION_SHARE), n - self.factor.recursed)
-        if not self.factor.has_covariance:
-            return False, stream
         held: list[Batch] = []
         count = 0
-        for batch in stream:
+        while self.factor.can_recurse(count):
+            batch = next(stream, None)
+            if batch is None:
+                return bool(held), iter(held)
             held.append(batch)
             count += len(batch) * self.information.n_classes
-            if count > limit:
-                return False, _chain(held, stream)
-        return bool(held), iter(held)
-
-    def _empty_information(self) -> Information:
-        information = self.information
-        information.network.require_unchanged()
-        total = DenseSum.zero(information.n_parameters, information.network.device)
-        return replace(information, total=total, n_samples=0, log_likelihood=0.0)
+        return False, _chain(held, stream)
 
     def _with_information(self, information: Information) -> Posterior:
         made = condition(information, self.prior)
@@ -236,8 +225,8 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
     factor = information.total.condition(precision, limit)
     if factor.factorisation[1] > 0:
         warnings.warn(
-            f"The posterior precision needed jitter of {factor.factorisation[1]:.0e} of its mean diagonal: the prior is "
-            "smaller than the rounding of the information. Use precision='float64' or a larger prior precision.",
+            f"The posterior precision needed jitter of {factor.factorisation[1]:.0e} of its mean diagonal: the prior "
+            "is smaller than the rounding of the information. Use precision='float64' or a larger prior precision.",
             UserWarning,
             stacklevel=2,
         )

@@ -43,10 +43,13 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GaussianSampler:
-    """f⁽ᵏ⁾ = softmax(ĝ + A z⁽ᵏ⁾), A Aᵀ = P^g on contrasts, with the same draws z for every input (eq:gmarg)."""
+    """f⁽ᵏ⁾ = softmax(ĝ + A z⁽ᵏ⁾), A Aᵀ = P^g on contrasts, with the same draws z for every input (eq:gmarg).
+
+    Where P^g is diagonal, `root` holds the standard deviations of the M logits instead of A.
+    """
 
     mean: Float[Tensor, "B M"]
-    root: Float[Tensor, "B M d"]
+    root: Float[Tensor, "B M d"] | Float[Tensor, "B M"]
     normal: Float[Tensor, "d K"]
 
     @property
@@ -66,8 +69,11 @@ class GaussianSampler:
         return self.mean
 
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
-        logits = self.root[start:stop].flatten(0, 1) @ self.normal
-        logits = logits.reshape(stop - start, self.classes, self.samples)
+        root = self.root[start:stop]
+        if root.ndim == 2:
+            logits = root[:, :, None] * self.normal
+        else:
+            logits = (root.flatten(0, 1) @ self.normal).reshape(stop - start, self.classes, self.samples)
         logits += self.mean[start:stop, :, None]
         return softmax_over_classes_(logits)
 

@@ -1,0 +1,34 @@
+"""Conditions on tensors that do not make the device wait.
+
+Looking at a number on a GPU stops the program until everything before it is computed. So there the conditions of a
+whole pass are gathered and looked at once, at its end; on a CPU they are looked at as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+
+class Checks:
+    """Raises the error of the first condition that does not hold: at once on a CPU, in `finish` elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._at_once = device.type == "cpu"
+        self._pending: list[tuple[Tensor, Callable[[], Exception]]] = []
+
+    def require(self, holds: Bool[Tensor, ""], error: Callable[[], Exception]) -> None:
+        if not self._at_once:
+            self._pending.append((holds, error))
+        elif not bool(holds):
+            raise error()
+
+    def finish(self) -> None:
+        if self._pending:
+            failed = (~torch.stack([holds for holds, _ in self._pending])).nonzero()
+            if len(failed):
+                raise self._pending[int(failed[0])][1]()
+            self._pending.clear()

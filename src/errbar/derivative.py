@@ -1,0 +1,148 @@
+"""∂g(x; θ)/∂θ_r of a batch: in factored form where the layers allow it, as per-sample Jacobians where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.capture import Factor, LinearLayer, capture, linear_layers
+from errbar.data import Batch
+from errbar.jacobian import jacobians
+from errbar.layers import Selection
+from errbar.network import Network
+
+# Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
+_JACOBIAN_BYTES = 128 * 2**20
+# Inputs that are predicted at a time where no Jacobian is formed.
+_FACTORED_ROWS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Derivative:
+    """J of B samples: a sum of terms V ⊗ hᵀ (`factors`), or the matrices themselves (`explicit`)."""
+
+    n_parameters: int
+    n_classes: int
+    factors: tuple[Factor, ...] | None
+    explicit: Float[Tensor, "B M n"] | None
+
+    def jacobian(self) -> Float[Tensor, "B M n"]:
+        """J itself, whichever way it is held."""
+        if self.explicit is not None:
+            return self.explicit
+        assert self.factors is not None
+        return _assembled(self.factors, self.n_parameters, self.n_classes)
+
+    @staticmethod
+    def concatenated(parts: list[Derivative]) -> Derivative:
+        """The samples of several, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        if all(part.factors is not None and len(part.factors) == 1 for part in parts):
+            factors = [part.factors[0] for part in parts if part.factors is not None]
+            outer = [factor.outer for factor in factors if factor.outer is not None]
+            inner = torch.cat([factor.inner for factor in factors])
+            joined = Factor(factors[0].layer, inner, torch.cat(outer) if outer else None)
+            return Derivative(first.n_parameters, first.n_classes, (joined,), None)
+        explicit = torch.cat([part.jacobian() for part in parts])
+        return Derivative(first.n_parameters, first.n_classes, None, explicit)
+
+    def to(self, dtype: torch.dtype) -> Derivative:
+        factors = None if self.factors is None else tuple(factor.to(dtype) for factor in self.factors)
+        explicit = None if self.explicit is None else self.explicit.to(dtype)
+        return Derivative(self.n_parameters, self.n_classes, factors, explicit)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to differentiate: which linear layers are captured, and which parameters take generic Jacobians."""
+
+    layers: tuple[LinearLayer, ...]
+    rest: Selection
+    factored: bool
+    identity: bool = False
+
+    @staticmethod
+    def plan(network: Network, selection: Selection, batch: Batch) -> Route:
+        """Decide by what the layers are and, for tokens, by what the first batch shows is cheaper."""
+        layers = tuple(linear_layers(network, selection))
+        if layers:
+            logits, terms = capture(network, layers, batch.rows(0, 1))
+            if terms is not None:
+                rest = _rest(selection, layers)
+                factors = [factor for part in terms.values() for factor in part]
+                cheap = not rest.names and _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
+                return Route(layers, rest, cheap, identity=len(factors) == 1 and factors[0].outer is None)
+        return Route((), selection, False)
+
+    @property
+    def returns_logits(self) -> bool:
+        """Whether all that is selected is one linear layer whose output are the logits themselves."""
+        return self.factored and self.identity
+
+    def chunks(self, batch: Batch, *, classes: int, n_parameters: int) -> Iterator[Batch]:
+        """The batch in parts that keep what is made of them within a fixed number of bytes."""
+        size = _FACTORED_ROWS if self.factored else max(1, _JACOBIAN_BYTES // (8 * classes * n_parameters))
+        for start in range(0, len(batch), size):
+            yield batch.rows(start, min(start + size, len(batch)))
+
+
+def differentiate(
+    network: Network, selection: Selection, route: Route, batch: Batch
+) -> tuple[Float[Tensor, "B M"], Derivative]:
+    """The logits of a prepared batch and their derivative, both in the network's own dtype."""
+    n = selection.n_parameters
+    terms = None
+    if route.layers:
+        logits, terms = capture(network, route.layers, batch)
+    else:
+        logits = network.logits(batch)
+    classes = logits.shape[1]
+    if terms is None:
+        return logits, Derivative(n, classes, None, jacobians(network, selection, batch))
+    factors = tuple(factor for part in terms.values() for factor in part)
+    if route.factored:
+        return logits, Derivative(n, classes, factors, None)
+    explicit = _assembled(factors, n, classes)
+    if route.rest.names:
+        slices, start = selection.slices(), 0
+        generic = jacobians(network, route.rest, batch)
+        for name, size in zip(route.rest.names, route.rest.sizes, strict=True):
+            explicit[:, :, slices[name]] = generic[:, :, start : start + size]
+            start += size
+    return logits, Derivative(n, classes, None, explicit)
+
+
+def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:
+    """The sum of the terms, each where its layer lies in the flat vector."""
+    first = factors[0].inner
+    explicit = first.new_zeros(len(first), classes, n)
+    for factor in factors:
+        term, layer = factor.jacobian(), factor.layer
+        if layer.weight is not None:
+            explicit[:, :, layer.weight] += term[..., : layer.inputs].flatten(2)
+        if layer.bias is not None:
+            explicit[:, :, layer.bias] += term[..., -1]
+    return explicit
+
+
+def _rest(selection: Selection, layers: tuple[LinearLayer, ...]) -> Selection:
+    """The selected parameters that no captured layer holds."""
+    slices = selection.slices()
+    covered = {part.start for layer in layers for part in (layer.weight, layer.bias) if part is not None}
+    names = [name for name in selection.names if slices[name].start not in covered]
+    shapes = dict(zip(selection.names, selection.shapes, strict=True))
+    return Selection(tuple(names), tuple(shapes[name] for name in names))
+
+
+def _factors_are_cheaper(factors: list[Factor], n: int, classes: int) -> bool:
+    """Multiplications a sample: all pairs of terms, a quarter where both are the same, against M n² for Jacobians."""
+    sizes = [factor.layer.outputs * factor.layer.width for factor in factors]
+    total = sum(sizes)
+    squares = sum(size**2 for size in sizes)
+    return squares / 4 + (total**2 - squares) / 2 <= classes * n**2

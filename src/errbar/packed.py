@@ -1,0 +1,154 @@
+"""Σ_n S_n ⊗ h_n h'_nᵀ as matrix products, without forming a Jacobian.
+
+For two linear layers with Jacobians V ⊗ hᵀ and V' ⊗ h'ᵀ, the information block is Σ_n S_n ⊗ h_n h'_nᵀ with
+S_n = V_nᵀ Λ_n V'_n. Put the samples in the last dimension: the rows h_a ∘ h'_b times the rows S_ij is *one matrix
+product* over the samples, and gives the block exactly. Prediction is the mirror image: Q_ij = Σ_ab P[ia, jb] h_a h'_b.
+
+Within a layer both S and h hᵀ are symmetric, and only i ≤ j and a ≤ b are kept (*packed*). P is symmetric as a whole
+but not in each pair of indices, so its packed coefficient is P[ia, jb] + P[ib, ja] for a < b, and P[ia, ja] for a = b.
+
+The rows h_a ∘ h'_b are made a tile at a time, so that they are still in the cache when the product reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Bytes of one tile of rows: half of a usual second-level cache; a GPU wants few large launches instead.
+_TILE_BYTES = {"cpu": 2**20, "cuda": 2**29}
+# Below so many samples a tile is made by one gather instead of one product for each a.
+_FEW_SAMPLES = 8
+
+
+def triangle(size: int, device: torch.device) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"]]:
+    """Indices (a, b), a ≤ b, in the order in which symmetric matrices are packed."""
+    a, b = torch.triu_indices(size, size, device=device)
+    return a, b
+
+
+def unpack_index(size: int, device: torch.device) -> Int[Tensor, "size size"]:
+    """Where entry (a, b) of a symmetric matrix lies in its packed form."""
+    a, b = triangle(size, device)
+    index = torch.empty(size, size, dtype=torch.long, device=device)
+    index[a, b] = torch.arange(len(a), device=device)
+    index[b, a] = index[a, b]
+    return index
+
+
+def product_rows(
+    left: Float[Tensor, "p B"], right: Float[Tensor, "q B"] | None
+) -> Iterator[tuple[int, int, Float[Tensor, "rows B"]]]:
+    """Tiles of the rows left_a ∘ right_b, or left_a ∘ left_b with a ≤ b where `right` is None: (start, stop, tile)."""
+    symmetric = right is None
+    other = left if right is None else right
+    p, samples = left.shape
+    q = other.shape[0]
+    total = p * (p + 1) // 2 if symmetric else p * q
+    if samples <= _FEW_SAMPLES:
+        rows = (left[:, None] * other[None]).reshape(p * q, samples)
+        if symmetric:
+            first, second = triangle(p, left.device)
+            rows = rows.index_select(0, first * p + second)
+        yield 0, len(rows), rows
+        return
+    limit = max(q, _TILE_BYTES.get(left.device.type, 2**20) // (samples * left.element_size()))
+    buffer = torch.empty(min(limit, total), samples, dtype=left.dtype, device=left.device)
+    start = filled = 0
+    for a in range(p):
+        factors = other[a:] if symmetric else other
+        if filled + len(factors) > len(buffer):
+            yield start, start + filled, buffer[:filled]
+            start, filled = start + filled, 0
+        torch.mul(factors, left[a], out=buffer[filled : filled + len(factors)])
+        filled += len(factors)
+    yield start, start + filled, buffer[:filled]
+
+
+def add_products(
+    total: Float[Tensor, "rows k"],
+    weights: Float[Tensor, "k B"],
+    left: Float[Tensor, "p B"],
+    right: Float[Tensor, "q B"] | None,
+) -> None:
+    """total[ab, ij] += Σ_n h_a h'_b S_ij in place: products in the dtype of `weights`, the sum in float64."""
+    columns = weights.T
+    for start, stop, tile in product_rows(left, right):
+        if weights.dtype == torch.float64:
+            total[start:stop].addmm_(tile, columns)
+        else:
+            total[start:stop] += tile @ columns
+
+
+def contract(
+    coefficients: Float[Tensor, "rows k"], left: Float[Tensor, "p B"], right: Float[Tensor, "q B"] | None
+) -> Float[Tensor, "k B"]:
+    """Q_ij = Σ_ab coefficient[ab, ij] h_a h'_b for each sample."""
+    result: Tensor | None = None
+    for start, stop, tile in product_rows(left, right):
+        rows = coefficients[start:stop].T
+        result = rows @ tile if result is None else result.addmm_(rows, tile)
+    assert result is not None
+    return result
+
+
+def packed_weights(product: Float[Tensor, "B d e"], *, symmetric: bool) -> Float[Tensor, "k B"]:
+    """S_ij with the samples in the last dimension; i ≤ j only where `symmetric`."""
+    size, d, e = product.shape
+    flat = product.reshape(size, d * e).T
+    if symmetric:
+        i, j = triangle(d, product.device)
+        return flat.index_select(0, i * d + j)
+    return flat.contiguous()
+
+
+def unpacked_weights(packed: Float[Tensor, "k B"], d: int, e: int, *, symmetric: bool) -> Float[Tensor, "B d e"]:
+    """The inverse of `packed_weights`."""
+    if symmetric:
+        packed = packed.index_select(0, unpack_index(d, packed.device).reshape(-1))
+    return packed.T.reshape(-1, d, e)
+
+
+def block_from_products(
+    total: Float[Tensor, "rows k"], d: int, p: int, e: int, q: int, *, symmetric: bool
+) -> Iterator[tuple[int, int, Float[Tensor, "p e q"]]]:
+    """The block as (i, first j, entries [a, j, b]) for each output i; for a symmetric one only j ≥ i."""
+    index = unpack_index(p, total.device).reshape(-1) if symmetric else None
+    start = 0
+    for i in range(d):
+        count = d - i if symmetric else e
+        columns = total[:, start : start + count]
+        start += count
+        rows = columns if index is None else columns.index_select(0, index)
+        yield i, i if symmetric else 0, rows.reshape(p, q, count).transpose(1, 2)
+
+
+def coefficients(
+    covariance: Float[Tensor, "n n"], left: Int[Tensor, "d p"], right: Int[Tensor, "e q"] | None, dtype: torch.dtype
+) -> Float[Tensor, "rows k"]:
+    """The coefficients of Q_ij = Σ_ab P[ia, jb] h_a h'_b, packed where both layers are the same."""
+    symmetric = right is None
+    other = left if right is None else right
+    d, p = left.shape
+    e, q = other.shape
+    rows = p * (p + 1) // 2 if symmetric else p * q
+    packed = torch.empty(rows, d * (d + 1) // 2 if symmetric else d * e, dtype=dtype, device=covariance.device)
+    a, b = triangle(p, covariance.device)
+    start = 0
+    for i in range(d):
+        partners = other[i:] if symmetric else other
+        count = len(partners)
+        block = covariance[left[i]][:, partners.reshape(-1)].reshape(p, count, q)
+        if symmetric:
+            block = block.transpose(0, 1)
+            # a = b is halved first, because the transpose counts it twice.
+            entries = block[:, a, b] + block[:, b, a]
+            entries[:, a == b] /= 2
+            packed[:, start : start + count] = entries.T
+        else:
+            packed[:, start : start + count] = block.transpose(1, 2).reshape(p * q, count)
+        start += count
+    return packed
