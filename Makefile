@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= demo-output
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow check format bench clean
 
 setup: $(STAMP)
 
@@ -22,22 +22,39 @@ $(STAMP): pyproject.toml constraints.txt tests/oracle-requirements.txt
 demo: setup
 	$(BIN)/errbar demo --output $(OUT)
 
+# One process a core, one thread a process: the tests are many and small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
 test: setup
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(PYTEST) -m "not slow" tests
 
 test-slow: setup
-	$(BIN)/python -m pytest tests
+	$(PYTEST) tests
 
 check: setup
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/ruff check src tests bench
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --doctest-modules src -m "not slow"
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest --doctest-modules src
+	$(PYTEST) -m "not slow" tests
 
 format: setup
 	$(BIN)/ruff format src tests bench
 	$(BIN)/ruff check --fix src tests bench
 
+# An environment of its own: the peers are never a dependency of the package.
+BENCH := .bench-venv
+$(BENCH)/.installed: pyproject.toml constraints.txt bench/requirements-peers.txt
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --constraint constraints.txt torch
+	$(BENCH)/bin/pip install --quiet --constraint constraints.txt scipy --editable .
+	$(BENCH)/bin/pip install --quiet --no-deps --requirement bench/requirements-peers.txt
+	touch $@
+
+bench: $(BENCH)/.installed
+	$(BENCH)/bin/python -W ignore bench/against_peers.py
+	$(BENCH)/bin/python bench/scaling.py
+	$(BENCH)/bin/python bench/monte_carlo.py
+
 clean:
-	rm -rf $(VENV) $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,8 @@ from errbar import metrics
 from errbar._progress import track
 from errbar.data import Unpack, batches, checked_labels, count_batches
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
-from errbar.posterior import Posterior
+from errbar.modes import plain_execution
+from errbar.posterior import Posterior, require_posterior
 from errbar.prediction import require_samples, softmax_over_classes_, standard_normal
 
 TEMPERATURE_BOUNDS = (1e-2, 1e2)
@@ -58,15 +59,18 @@ def calibrate(
         unpack: as in `collect`.
         progress: show progress with the time left.
     """
-    names = (fit,) if isinstance(fit, str) else tuple(fit)
+    require_posterior(posterior)
+    names = (fit,) if isinstance(fit, str) else tuple(fit) if isinstance(fit, Sequence) else ()
     if not names or any(name not in _NAMES for name in names):
         raise ArgumentError(f"fit is {fit!r}; expected 'temperature', 'covariance_scale' or both.")
-    if objective not in _OBJECTIVES:
+    if not isinstance(objective, str) or objective not in _OBJECTIVES:
         raise ArgumentError(f"objective is {objective!r}; expected {', '.join(map(repr, _OBJECTIVES))}.")
     held_out = _held_out(posterior, data, unpack, progress)
     start = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
-    best = _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
-    _warn_at_bounds(best, names)
+    with plain_execution(held_out.mean.device):
+        best, at_bound = _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
+    for name, bound in at_bound.items():
+        _warn_at_bound(name, bound)
     return posterior.with_calibration(**best)
 
 
@@ -154,8 +158,11 @@ def _search(
     start: dict[str, float],
     samples: int,
     seed: int,
-) -> dict[str, float]:
-    """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE)."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE).
+
+    Returns the best values, never worse than those at the start, and the bounds at which the objective is as good.
+    """
     normal = standard_normal(samples, held_out.root.shape[-1], seed, held_out.mean).T.contiguous()
 
     def value(point: Tensor, draws: Tensor) -> float:
@@ -168,12 +175,23 @@ def _search(
     # Where the objective is flat or has several minima, the coarse grid decides which one is meant.
     grid = [torch.tensor(p, dtype=torch.float64) for p in _grid(names)]
     coarse = normal[:, :_COARSE_SAMPLES]
-    point = min(grid, key=lambda p: value(p, coarse))
+    candidates = sorted(grid, key=lambda p: value(p, coarse))[:3]
+    if all(start[name] > 0 for name in names):
+        here = torch.tensor([math.log(start[name]) for name in names], dtype=torch.float64)
+        candidates.append(torch.clamp(here, lower, upper))
+    point = min(candidates, key=lambda p: value(p, normal))
     if objective.gradient is None:
         point = _compass(lambda p: value(p, normal), point, lower, upper)
     else:
         point = _quasi_newton(held_out, objective, names, start, normal, point, lower, upper)
-    return _at(point, names, start)
+    best, at_bound = value(point, normal), {}
+    for index, name in enumerate(names):
+        for edge in (lower, upper):
+            moved = point.clone()
+            moved[index] = edge[index]
+            if value(moved, normal) <= best + 1e-12:
+                at_bound[name] = math.exp(float(edge[index]))
+    return _at(point, names, start), at_bound
 
 
 def _at(point: Tensor, names: tuple[str, ...], start: dict[str, float]) -> dict[str, float]:
@@ -258,14 +276,11 @@ def _compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upp
     return point
 
 
-def _warn_at_bounds(best: dict[str, float], names: tuple[str, ...]) -> None:
-    for name in names:
-        low, high = _BOUNDS[name]
-        if best[name] <= low * 1.001 or best[name] >= high / 1.001:
-            warnings.warn(
-                f"The best {name.replace('_', ' ')} lies at the edge of the search, {best[name]:.4g} (searched "
-                f"{low:g} to {high:g}): these data do not determine it. More held-out data, or fitting only one of the "
-                "two, may help.",
-                CalibrationWarning,
-                stacklevel=3,
-            )
+def _warn_at_bound(name: str, bound: float) -> None:
+    low, high = _BOUNDS[name]
+    warnings.warn(
+        f"The best {name.replace('_', ' ')} lies at the edge of the search, {bound:.4g} (searched {low:g} to "
+        f"{high:g}): these data do not determine it. More held-out data, or fitting only one of the two, may help.",
+        CalibrationWarning,
+        stacklevel=3,
+    )

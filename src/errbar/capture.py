@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar.data import Batch
+from errbar.jacobian import quiet_vmap
 from errbar.layers import Selection
-from errbar.network import Network, as_logits
+from errbar.network import Network, as_logits, run
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,23 @@ class Factor:
             return identity[None, :, :, None] * self.inner[:, None, None, :]
         return self.outer[..., None] * self.inner[:, None, None, :]
 
+    def pulled_back(self, vectors: Float[Tensor, "B M"]) -> Float[Tensor, "d p"]:
+        """Σ_n v_nᵀ J_n of this term, without forming J."""
+        outer = vectors if self.outer is None else torch.einsum("bm,bmd->bd", vectors, self.outer)
+        return outer.T @ self.inner
+
     def to(self, dtype: torch.dtype) -> Factor:
         return Factor(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a layer was given, what it returned, the copy that went on, and the version which that had."""
+
+    inputs: Tensor
+    output: Tensor
+    passed_on: Tensor
+    version: int
 
 
 def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
@@ -124,7 +140,7 @@ def capture(
     """
     replica = network.replica()
     size = len(batch)
-    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {layer.name: [] for layer in layers}
+    seen: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -134,24 +150,32 @@ def capture(
             output = output if output.requires_grad else output.detach().requires_grad_()
             # The rest of the network gets a copy, because an activation may overwrite what it is given.
             passed_on = output.clone()
-            seen[name].append((inputs.detach(), output, passed_on))
+            seen[name].append(_Call(inputs.detach(), output, passed_on, passed_on._version))
             return passed_on
 
         return hook
 
     modules = dict(replica.named_modules())
-    handles = [modules[layer.name].register_forward_hook(note(layer.name), with_kwargs=True) for layer in layers]
+    # Before hooks of the user, which may change what the layer passes on.
+    handles = [
+        modules[layer.name].register_forward_hook(note(layer.name), with_kwargs=True, prepend=True) for layer in layers
+    ]
     try:
         with torch.no_grad():
-            result = as_logits(replica(*batch.args, **batch.kwargs), size)
+            result = as_logits(run(replica, batch), size)
     finally:
         for handle in handles:
             handle.remove()
-    if any(len(calls) != 1 or calls[0][0].shape[0] != size or calls[0][0].ndim < 2 for calls in seen.values()):
+    if any(len(calls) != 1 or len(calls[0].inputs) != size or calls[0].inputs.ndim < 2 for calls in seen.values()):
         return result.detach(), None
-    outputs = {name: calls[0][1] for name, calls in seen.items() if calls[0][2] is not result}
+    # The logits themselves, unless they were overwritten in place on the way out.
+    outputs = {
+        name: call.output
+        for name, (call,) in seen.items()
+        if call.passed_on is not result or call.passed_on._version != call.version
+    }
     derivatives = _derivatives(result, outputs)
-    factors = {layer.name: _factors(layer, seen[layer.name][0][0], derivatives.get(layer.name)) for layer in layers}
+    factors = {layer.name: _factors(layer, seen[layer.name][0].inputs, derivatives.get(layer.name)) for layer in layers}
     return result.detach(), factors
 
 
@@ -165,9 +189,10 @@ def _derivatives(logits: Float[Tensor, "B M"], outputs: dict[str, Tensor]) -> di
         return {name: a.detach().new_zeros(classes, *a.shape) for name, a in outputs.items()}
     seeds = torch.eye(classes, dtype=logits.dtype, device=logits.device)[:, None, :].expand(classes, size, classes)
     try:
-        gradients = torch.autograd.grad(
-            logits, targets, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
-        )
+        with quiet_vmap():
+            gradients = torch.autograd.grad(
+                logits, targets, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
+            )
     except RuntimeError:
         # An operation without a batching rule: one class after the other.
         rows = [torch.autograd.grad(logits, targets, seed, allow_unused=True, retain_graph=True) for seed in seeds]

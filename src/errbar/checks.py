@@ -6,11 +6,22 @@ whole pass are gathered and looked at once, at its end; on a CPU they are looked
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+
+
+def whole_number(value: object) -> int | None:
+    """An int from anything that is one (also NumPy's); None for what is not, a bool included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 class Checks:

@@ -54,7 +54,9 @@ class Batch:
         """Samples start … stop−1. Tensors that do not run over the samples are passed on whole."""
         size = len(self)
         part = self.map(lambda t: t[start:stop] if t.ndim > 0 and t.shape[0] == size else t)
-        labels = self.labels[start:stop] if isinstance(self.labels, Tensor) else self.labels
+        labels = self.labels
+        if isinstance(labels, Tensor) and labels.ndim > 0:
+            labels = labels[start:stop]
         return Batch(part.args, part.kwargs, labels)
 
 
@@ -117,7 +119,7 @@ def _iterable(data: Any) -> Iterable[Any]:
     if isinstance(data, Dataset):
         return DataLoader(data, batch_size=_DATASET_BATCH, generator=torch.Generator().manual_seed(0))
     looks_like_a_batch = isinstance(data, Mapping) or (
-        isinstance(data, tuple)
+        isinstance(data, (tuple, list))
         and len(data) == 2
         and all(isinstance(part, Tensor) for part in data)
         and data[0].ndim != data[1].ndim
@@ -146,7 +148,10 @@ def checked_labels(
             "Labels are missing: expected batches (x, labels), or a mapping with 'labels'. Pass unpack= if the "
             "labels are somewhere else in the batch."
         )
-    values = torch.as_tensor(labels).to(device)
+    try:
+        values = torch.as_tensor(labels).to(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LabelError(f"Labels are {_describe(labels)}; expected integers 0 to {classes - 1}.") from error
     if classes == 2 and values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.shape != (size,):
@@ -154,9 +159,11 @@ def checked_labels(
             f"Labels have shape {tuple(values.shape)}; expected ({size},), one class number for each input. "
             "Turn one-hot rows into class numbers with argmax(1)."
         )
+    if values.is_complex():
+        raise LabelError(f"Labels are {values.dtype}; expected integers 0 to {classes - 1}.")
     whole = values.long()
     is_binary_float = classes == 2 and values.is_floating_point() and bool((values == whole).all())
-    if (values.is_floating_point() or values.is_complex()) and not is_binary_float:
+    if values.is_floating_point() and not is_binary_float:
         raise LabelError(f"Labels are {values.dtype}; expected integers 0 to {classes - 1}.")
     in_range = ((whole >= 0) & (whole < classes)).all()
     (checks or Checks(torch.device("cpu"))).require(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from errbar.capture import Factor, LinearLayer, capture, linear_layers
 from errbar.data import Batch
-from errbar.jacobian import jacobians
+from errbar.errors import ModelError
+from errbar.jacobian import RANDOM_IN_EVAL, jacobians
 from errbar.layers import Selection
 from errbar.network import Network
 
@@ -71,9 +72,11 @@ class Route:
     def plan(network: Network, selection: Selection, batch: Batch) -> Route:
         """Decide by what the layers are and, for tokens, by what the first batch shows is cheaper."""
         layers = tuple(linear_layers(network, selection))
+        few = batch.rows(0, 2)
+        _require_deterministic(network, few)
         if layers:
-            logits, terms = capture(network, layers, batch.rows(0, 1))
-            if terms is not None:
+            logits, terms = capture(network, layers, few)
+            if terms is not None and _agrees(network, selection, layers, terms, few):
                 rest = _rest(selection, layers)
                 factors = [factor for part in terms.values() for factor in part]
                 cheap = not rest.names and _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
@@ -116,6 +119,45 @@ def differentiate(
             explicit[:, :, slices[name]] = generic[:, :, start : start + size]
             start += size
     return logits, Derivative(n, classes, None, explicit)
+
+
+def _require_deterministic(network: Network, batch: Batch) -> None:
+    """A model that draws random numbers in eval mode has no derivative to speak of."""
+    first, second = network.logits(batch), network.logits(batch)
+    # Logits that are not finite have an error of their own.
+    if bool(((first - second).abs() > 1e-2 * first.abs().amax()).any()):
+        raise ModelError(RANDOM_IN_EVAL)
+
+
+def _agrees(
+    network: Network,
+    selection: Selection,
+    layers: tuple[LinearLayer, ...],
+    terms: dict[str, list[Factor]],
+    batch: Batch,
+) -> bool:
+    """Whether one vector-Jacobian product by the terms is what differentiating the whole model gives.
+
+    It is not where a weight is used outside its layer as well (a norm of it, a tied product): no module tells of that.
+    """
+    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
+    with torch.enable_grad():
+        logits = network.logits(batch, values)
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(logits.shape, generator=generator).to(logits)
+        gradients = torch.autograd.grad(
+            (logits * vectors).sum(), list(values.values()), allow_unused=True, materialize_grads=True
+        )
+    truth = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
+    made = torch.zeros_like(truth)
+    covered = torch.zeros_like(truth, dtype=torch.bool)
+    for layer in layers:
+        total = sum(factor.pulled_back(vectors) for factor in terms[layer.name])
+        positions = layer.positions().to(truth.device)
+        made[positions] = torch.as_tensor(total).double()
+        covered[positions] = True
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)
+    return float((made - truth)[covered].norm()) <= tolerance * float(truth[covered].norm())
 
 
 def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:

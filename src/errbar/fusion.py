@@ -24,6 +24,8 @@ _CERTAIN = (
 
 def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGaussian:
     """Independent classifiers of one object, row by row: P = (Σ_c P_c⁻¹)⁻¹, ĝ = P Σ_c P_c⁻¹ ĝ_c (sec. Fusion)."""
+    if not isinstance(gaussians, Iterable):
+        raise ArgumentError(f"Cannot fuse {type(gaussians).__name__}; expected several LogitGaussian.")
     sources = list(gaussians)
     _require_fusible(sources)
     dtype = torch.float64 if any(s.mean.dtype == torch.float64 for s in sources) else torch.float32
@@ -59,6 +61,7 @@ def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = 
             f"Expected JointLogits, as posterior.joint_logits(frames) returns them, got {type(joint).__name__}. For "
             "different classifiers use errbar.fuse."
         )
+    joint = joint if raw else _without_repeats(joint)
     frames, classes = joint.mean.shape
     dtype = joint.mean.dtype
     basis = _basis(joint.mean, raw)
@@ -82,6 +85,23 @@ def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = 
         raise SingularCovarianceError(f"{error} {_CERTAIN}") from None
     mean = P @ (H.mT @ (inverse @ z))
     return _in_logits(mean[None], P[None], basis, dtype, rank)
+
+
+def _without_repeats(joint: JointLogits) -> JointLogits:
+    """Without frames that equal an earlier one: same logits, and a difference whose variance is rounding.
+
+    Where R is singular for other reasons as well, its pseudo-inverse would otherwise weigh what comes twice.
+    """
+    tolerance = joint.mean.numel() * torch.finfo(joint.mean.dtype).eps
+    mean = joint.mean.double()
+    trace = torch.einsum("imjm->ij", joint.covariance.double())
+    variance = trace.diagonal()[:, None] + trace.diagonal()[None] - 2 * trace
+    same = variance <= tolerance * torch.maximum(trace.diagonal()[:, None], trace.diagonal()[None])
+    same &= (mean[:, None] - mean[None]).abs().amax(2) <= tolerance * mean.abs().max()
+    kept = [i for i in range(len(mean)) if not bool(same[i, :i].any())]
+    if len(kept) == len(mean):
+        return joint
+    return JointLogits.trusted(joint.mean[kept], joint.covariance[kept][:, :, kept])
 
 
 def _basis(like: Tensor, raw: bool) -> Float[Tensor, "M d"]:

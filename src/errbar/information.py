@@ -22,7 +22,8 @@ from errbar.derivative import Route, differentiate
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
 from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
-from errbar.network import Network, plain_execution, require_finite_logits
+from errbar.modes import plain_execution
+from errbar.network import Network, require_finite_logits
 from errbar.per_class import PerClassAccumulator, PerClassSum, require_per_class_memory
 
 Structure = Literal["dense"]

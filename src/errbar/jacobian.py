@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.func import jacrev, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errbar.data import Batch
 from errbar.errors import ModelError
 from errbar.layers import Selection
 from errbar.network import Network
+
+RANDOM_IN_EVAL = (
+    "The model draws random numbers in eval mode, so its logits are not a function of its input. Use nn.Dropout (which "
+    "eval mode switches off) instead of functional dropout."
+)
 
 
 def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
@@ -19,13 +28,21 @@ def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Ten
         return _vectorised(network, selection, batch)
     except RuntimeError as error:
         if "randomness" in str(error):
-            raise ModelError(
-                "The model draws random numbers in eval mode, so its logits are not a function of its input. Use "
-                "nn.Dropout (which eval mode switches off) instead of functional dropout."
-            ) from error
+            raise ModelError(RANDOM_IN_EVAL) from error
         # Some operations have no batching rule (data-dependent control flow, fused recurrent kernels). If the model
         # itself is at fault, the plain loop raises its own error.
         return _one_by_one(network, selection, batch)
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Without the warning that an operation is mapped over the batch one by one: it is slow and right."""
+    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
@@ -40,7 +57,9 @@ def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[T
         kwargs = {k: sample[k][None] if k in sample else v for k, v in batch.kwargs.items()}
         return network.logits(Batch(args, kwargs), values)[0]
 
-    parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), tensors)
+    # Fused attention kernels have no batching rule for their derivative; the plain formula has.
+    with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
+        parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), tensors)
     return torch.cat([parts[name].flatten(2) for name in selection.names], 2)
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from errbar.checks import whole_number
 from errbar.errors import SelectionError
 from errbar.network import Network
 
@@ -60,9 +61,8 @@ def select(
 ) -> Selection:
     """The parameters asked for; `order` are the names of modules in the order in which they ran."""
     available = dict(network.module.named_parameters())
-    names = (
-        _last(network.module, order, last_layers) if last_layers is not None else _named(list(available), parameters)
-    )
+    module = network.module
+    names = _named(module, parameters) if last_layers is None else _last(module, order, last_layers)
     chosen = [name for name in available if name in names]
     for name in chosen:
         if not available[name].is_floating_point():
@@ -78,11 +78,17 @@ def require_one_question(last_layers: object, parameters: object) -> None:
             f"Expected exactly one of last_layers= and parameters=, got {got}. Use last_layers=2 for the two layers "
             "that run last, parameters='all', or parameters=['name', ...]."
         )
-    if last_layers is not None and (isinstance(last_layers, bool) or not isinstance(last_layers, int)):
-        raise SelectionError(f"last_layers is {last_layers!r}; expected a whole number of layers, 1 or more.")
-    if isinstance(last_layers, int) and last_layers < 1:
-        raise SelectionError(f"last_layers is {last_layers}; expected 1 or more.")
-    if isinstance(parameters, Sequence) and len(parameters) == 0:
+    if last_layers is not None:
+        whole = whole_number(last_layers)
+        if whole is None:
+            raise SelectionError(f"last_layers is {last_layers!r}; expected a whole number of layers, 1 or more.")
+        if whole < 1:
+            raise SelectionError(f"last_layers is {whole}; expected 1 or more.")
+        return
+    names = [parameters] if isinstance(parameters, str) else parameters
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise SelectionError(f"parameters is {parameters!r}; expected module or parameter names, or 'all'.")
+    if len(names) == 0:
         raise SelectionError("parameters is empty; expected at least one module or parameter name, or 'all'.")
 
 
@@ -119,17 +125,19 @@ def _last(module: nn.Module, order: Sequence[str], count: int) -> set[str]:
     return {name for name, parameter in module.named_parameters() if id(parameter) in chosen}
 
 
-def _named(available: Sequence[str], parameters: str | Sequence[str] | None) -> set[str]:
+def _named(module: nn.Module, parameters: str | Sequence[str] | None) -> set[str]:
+    # A tied parameter can be asked for by each of its names, and is listed under the first.
+    every = dict(module.named_parameters(remove_duplicate=False))
     if parameters == "all":
-        return set(available)
+        return set(every)
     wanted = [parameters] if isinstance(parameters, str) else list(parameters or ())
-    chosen: set[str] = set()
+    chosen: set[int] = set()
     for prefix in wanted:
-        found = matching(available, prefix)
+        found = matching(list(every), prefix)
         if not found:
-            raise SelectionError(f"No parameter is called '{prefix}' or lies in it. {_suggestion(available, prefix)}")
-        chosen.update(found)
-    return chosen
+            raise SelectionError(f"No parameter is called '{prefix}' or lies in it. {_suggestion(list(every), prefix)}")
+        chosen.update(id(every[name]) for name in found)
+    return {name for name, parameter in module.named_parameters() if id(parameter) in chosen}
 
 
 def matching(available: Sequence[str], prefix: str) -> list[str]:

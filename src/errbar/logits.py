@@ -88,12 +88,30 @@ class LogitGaussian:
         covariance = columns - columns.mean(2, keepdim=True)
         return LogitGaussian.trusted(mean, _linalg.symmetric(covariance), self.rank)
 
-    def predict(self, samples: int = 1000, seed: int = 0) -> Prediction:
-        """Monte Carlo in the M−1 contrasts (eq:gmarg)."""
+    def predict(self, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
+        """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol"."""
         root, jitter = self.sampling_root()
-        normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean)
+        normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean, draws)
         mean = self.mean - self.mean.mean(1, keepdim=True)
         return Prediction.from_sampler(GaussianSampler(mean, root, normal.T.contiguous()), jitter)
+
+    def mean_field_pmf(self) -> Float[Tensor, "B M"]:
+        """A closed form for the PMF, without samples and so without error bars: an approximation.
+
+        Each pair of classes is compared by itself, with the probit approximation of the logistic integral,
+            s_ij = σ(d_ij/√(1 + π/8 · Var d_ij)),   d_ij = g_i − g_j,
+        and the comparisons are put together as if they were exact softmax ratios, f_i ∝ 1/(1 + Σ_{j≠i} (1/s_ij − 1)).
+        It depends on contrasts only, and for two classes it is the probit approximation itself. Its error is in
+        docs/performance.md.
+        """
+        variance = self.variance
+        pairs = variance[:, :, None] + variance[:, None, :]
+        if not isinstance(self, DiagonalLogitGaussian):
+            pairs = pairs - 2 * self.covariance
+        difference = self.mean[:, :, None] - self.mean[:, None, :]
+        scaled = difference / (1 + torch.pi / 8 * pairs.clamp_min(0)).sqrt()
+        # 1/s − 1 = e^{−scaled}; the class itself contributes e⁰ = 1.
+        return torch.softmax(-torch.logsumexp(-scaled, 2), 1)
 
     def sampling_root(self) -> tuple[Float[Tensor, "B M M-1"], float]:
         """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g; and the jitter."""

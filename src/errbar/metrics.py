@@ -132,7 +132,8 @@ def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "
     probability = torch.as_tensor(pmf).detach().cpu().double()
     if probability.ndim != 2 or probability.shape[0] == 0 or probability.shape[1] < 2:
         raise DataError(
-            f"PMFs have shape {tuple(probability.shape)}; expected (inputs, classes), at least one input and two classes."
+            f"PMFs have shape {tuple(probability.shape)}; expected (inputs, classes): one input or more, two "
+            "classes or more."
         )
     if not _is_pmf(probability):
         raise DataError("PMFs must be zero or more and sum to one in each row; pass probabilities, not logits.")

@@ -19,11 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from errbar.checks import Checks
 from errbar.data import Batch
-from errbar.errors import ArgumentError, DataError, ModelError, WeightsChangedError
+from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, WeightsChangedError
 
+_CHANGES_NOTHING = (nn.Identity, nn.Dropout, nn.Flatten)
 _ENDS_IN_PROBABILITIES = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin, nn.Sigmoid, nn.LogSigmoid)
 
 
@@ -42,19 +44,24 @@ def replicate(module: nn.Module) -> nn.Module:
     """A tree of new module objects around the same tensors.
 
     `copy.deepcopy` would follow references out of the tree (a trainer, a data set); here only modules and the
-    containers that hold them are new. Bound methods kept as attributes are bound to the new modules.
+    containers that hold them are new. Bound methods kept as attributes are bound to the new modules, and compiled
+    modules run as they were written.
     """
     clones: dict[int, nn.Module] = {}
 
     def clone(original: nn.Module) -> nn.Module:
         if id(original) in clones:
             return clones[id(original)]
-        new = original.__class__.__new__(original.__class__)
+        kind = _Uncompiled if isinstance(original, torch._dynamo.OptimizedModule) else original.__class__
+        new = kind.__new__(kind)
         clones[id(original)] = new
         attributes = {
             name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
             for name, value in original.__dict__.items()
         }
+        attributes["_compiled_call_impl"] = None
+        if kind is _Uncompiled:
+            attributes.pop("forward", None)
         attributes["_modules"] = {
             name: None if child is None else clone(child) for name, child in original._modules.items()
         }
@@ -64,9 +71,29 @@ def replicate(module: nn.Module) -> nn.Module:
     root = clone(module)
     for new in clones.values():
         for name, value in new.__dict__.items():
-            if isinstance(value, MethodType) and id(value.__self__) in clones:
-                new.__dict__[name] = MethodType(value.__func__, clones[id(value.__self__)])
+            if name not in ("_modules", "_parameters", "_buffers"):
+                new.__dict__[name] = _with_clones(value, clones)
     return root
+
+
+def _with_clones(value: Any, clones: dict[int, nn.Module]) -> Any:
+    """`value` with clones in place of the modules that it is, holds in plain containers, or is a method of."""
+    if id(value) in clones:
+        return clones[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in clones:
+        return MethodType(value.__func__, clones[id(value.__self__)])
+    if type(value) in (list, tuple):
+        return type(value)(_with_clones(part, clones) for part in value)
+    if type(value) is dict:
+        return {key: _with_clones(part, clones) for key, part in value.items()}
+    return value
+
+
+class _Uncompiled(nn.Module):
+    """What a compiled module inside the model is replaced by: the module that was compiled."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)  # type: ignore[operator]
 
 
 def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -97,24 +124,34 @@ class Network:
             raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         self.model = model
         self.module = unwrap(model)
+        self._require_usable()
+        self.fingerprint = fingerprint(self.module)
+        self.device = next(self.module.parameters()).device
+        kinds = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        self.input_dtype = kinds.pop() if len(kinds) == 1 else None
+        self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32
+        self._seen = [(tensor, tensor._version, tensor.dtype) for _, tensor in _weights(self.module)]
+        self._local = threading.local()
+
+    def _require_usable(self) -> None:
         if isinstance(self.module, torch.jit.ScriptModule):
             raise ModelError("The model is a ScriptModule; expected a plain torch.nn.Module. Pass the original.")
-        weights = _weights(self.module)
-        if not any(True for _ in self.module.parameters()):
+        parameters = list(self.module.parameters())
+        if not parameters:
             raise ModelError("The model has no parameters; expected a trained classifier.")
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            raise ModelError("The model has uninitialized lazy parameters; run it once, and train it, before the fit.")
+        if any(p.is_inference() for p in parameters):
+            raise ModelError(
+                "The model was made under torch.inference_mode(), so nothing can be differentiated by its weights; "
+                "make it outside, or pass copy.deepcopy(model) made outside."
+            )
         for name, part in self.module.named_modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
                 raise ModelError(
                     f"'{name}' is a {type(part).__name__} without running statistics: it normalises by the batch, so "
                     "one input's result depends on the others. Expected track_running_stats=True."
                 )
-        self.fingerprint = fingerprint(self.module)
-        self.device = next(self.module.parameters()).device
-        kinds = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        self.input_dtype = kinds.pop() if len(kinds) == 1 else None
-        self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32
-        self._seen = [(tensor, tensor._version) for _, tensor in weights]
-        self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; the versions are counted anew there."""
@@ -132,8 +169,8 @@ class Network:
                 "call posterior.to(device) to move the posterior as well."
             )
         same = len(now) == len(self._seen) and all(
-            tensor is seen and tensor._version == version
-            for tensor, (seen, version) in zip(now, self._seen, strict=True)
+            tensor is seen and tensor._version == version and tensor.dtype == dtype
+            for tensor, (seen, version, dtype) in zip(now, self._seen, strict=True)
         )
         if not same:
             raise WeightsChangedError(
@@ -174,10 +211,9 @@ class Network:
 
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""
-        replica = self.replica()
         if values is None:
-            return as_logits(replica(*batch.args, **batch.kwargs), len(batch))
-        return as_logits(functional_call(replica, dict(values), batch.args, batch.kwargs), len(batch))
+            return as_logits(run(self.replica(), batch), len(batch))
+        return as_logits(functional_call(self.replica(), dict(values), batch.args, batch.kwargs), len(batch))
 
     def execution_order(self, batch: Batch) -> tuple[list[str], Float[Tensor, "B M"]]:
         """Names of the modules in the order in which they last finished, and the logits of the batch.
@@ -198,9 +234,12 @@ class Network:
         modules = dict(replica.named_modules())
         for name, part in modules.items():
             part.register_forward_hook(note(name))
-        output = replica(*batch.args, **batch.kwargs)
+        with _refused({id(part) for part in self.module.modules()}):
+            output = run(replica, batch)
         order = list(names)
         leaves = [name for name in order if not any(modules[name].children())]
+        while leaves and isinstance(modules[leaves[-1]], _CHANGES_NOTHING):
+            leaves.pop()
         if leaves and isinstance(modules[leaves[-1]], _ENDS_IN_PROBABILITIES):
             kind = type(modules[leaves[-1]]).__name__
             raise ModelError(
@@ -211,13 +250,39 @@ class Network:
 
 
 @contextmanager
-def plain_execution(device: torch.device) -> Iterator[None]:
-    """The network in its own dtype and without gradients, whatever mode the caller is in.
+def _refused(modules: set[int]) -> Iterator[None]:
+    """Raise when one of the user's own module objects runs in this thread, in place of its replica.
 
-    Derivatives by `torch.func` are not affected by the absence of gradients around them.
+    A closure over a module cannot be redirected: the module would run in the user's mode, with the user's weights.
     """
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    thread = threading.get_ident()
+
+    def hook(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread and id(module) in modules:
+            raise ModelError(
+                f"The model calls one of its modules ({type(module).__name__}) through a closure or a reference from "
+                "outside, which errbar cannot follow without touching the model; call it as an attribute (self.layer)."
+            )
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
         yield
+    finally:
+        handle.remove()
+
+
+def run(module: nn.Module, batch: Batch) -> Any:
+    """The model's output; what goes wrong inside the model is told together with what it was given."""
+    try:
+        return module(*batch.args, **batch.kwargs)
+    except (ErrbarError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        given = [f"{tuple(v.shape)} {v.dtype}" for v in (*batch.args, *batch.kwargs.values()) if isinstance(v, Tensor)]
+        raise DataError(
+            f"The model failed on a batch with {', '.join(given)}: {error}. Expected inputs as in training; check "
+            "their shape and dtype, or pass unpack= if the batch holds something else."
+        ) from error
 
 
 def as_logits(output: Any, size: int) -> Float[Tensor, "B M"]:

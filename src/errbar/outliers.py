@@ -12,10 +12,10 @@ from torch import Tensor
 from errbar import _linalg
 from errbar._progress import track
 from errbar.data import Unpack, batches, checked_labels, count_batches
-from errbar.errors import ArgumentError, DataError, LabelError
-from errbar.fisher import fisher_root
+from errbar.errors import ArgumentError, CovarianceError, DataError, LabelError
+from errbar.fisher import Fisher, fisher_root
 from errbar.logits import LogitGaussian
-from errbar.posterior import Posterior
+from errbar.posterior import Posterior, require_posterior
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,7 @@ def outlier_scores(
     before its suspicion is computed, so that a memorised wrong label does not vouch for itself. Set it to False for
     data that the network was not trained on.
     """
+    require_posterior(posterior)
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     information, variance, suspicion = [], [], []
     for batch in track(batches(data, unpack), "Scoring", total=count_batches(data), enabled=progress):
@@ -72,7 +73,7 @@ def outlier_scores(
             size, classes = gaussian.mean.shape
             labels = checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
             if leave_out:
-                without = without_own_label(gaussian, labels)
+                without = without_own_label(gaussian, labels, posterior.information.fisher)
                 used = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
                 prediction = used.predict(samples, seed)
             suspicion.append(-prediction.pmf.gather(1, labels[:, None])[:, 0].log())
@@ -89,7 +90,7 @@ def rank_outliers(
     return outlier_scores(posterior, data, **options).ranking(by)
 
 
-def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"]) -> LogitGaussian:
+def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher: Fisher = "ggn") -> LogitGaussian:
     """The logits of each training input as they would be, to first order, had it not been in the fit.
 
     Taking out its information JᵀΛJ is the recursion of eq:recUpdate_all backwards, seen from the logits,
@@ -98,10 +99,16 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"]) -> Logi
     """
     covariance = gaussian.covariance.double()
     mean = gaussian.mean.double()
-    root = fisher_root(mean, "ggn")
+    root = fisher_root(mean, fisher)
     half = root.mT @ covariance
     remaining = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device) - _linalg.symmetric(half @ root)
-    lower, _ = _linalg.safe_cholesky(remaining, name="I − RᵀP^gR (an input that carries all information)", limit=1e-4)
+    try:
+        lower, _ = _linalg.safe_cholesky(remaining, name="I − RᵀP^gR", limit=1e-4)
+    except CovarianceError as cause:
+        raise DataError(
+            "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out "
+            "of it. Pass leave_out=False for data that the network was not trained on."
+        ) from cause
     half = _linalg.solve_lower(lower, half)
     grown = _linalg.symmetric(covariance + half.mT @ half)
     target = torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean)

@@ -17,10 +17,11 @@ from errbar.checks import Checks
 from errbar.data import Batch, Unpack, batches, input_batch
 from errbar.dense import DenseFactor, DenseSum
 from errbar.derivative import Derivative, differentiate
-from errbar.errors import ArgumentError, LabelError, MismatchError
+from errbar.errors import ArgumentError, LabelError, MismatchError, WeightsChangedError
 from errbar.information import Information, accumulate, collect
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
-from errbar.network import Network, plain_execution, require_finite_logits
+from errbar.modes import plain_execution
+from errbar.network import Network, require_finite_logits
 from errbar.per_class import PerClassFactor
 from errbar.prediction import (
     GivenSampler,
@@ -73,9 +74,9 @@ class Posterior:
         T, scale = self.temperature, self.covariance_scale
         return JointLogits.trusted(mean / T, (covariance * (scale / T**2)).to(mean.dtype))
 
-    def predict(self, x: Any, samples: int = 1000, seed: int = 0) -> Prediction:
-        """The PMF of each input of one batch, with its error bars (eq:gmarg)."""
-        return self.logits(x).predict(samples, seed)
+    def predict(self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
+        """The PMF of each input of one batch, with its error bars (eq:gmarg); `draws` as in `LogitGaussian.predict`."""
+        return self.logits(x).predict(samples, seed, draws=draws)
 
     def _linearised(self, x: Any) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
         """ĝ in the dtype of results and its derivative in the dtype of products, for some inputs at a time."""
@@ -115,6 +116,7 @@ class Posterior:
         with plain_execution(network.device):
             checks = Checks(network.device)
             batch = network.prepare(input_batch(x), checks)
+            network.logits(batch)  # an input that the model cannot take is reported by this call
             drawn = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
@@ -198,7 +200,7 @@ class Posterior:
         at_home = next(network.module.parameters()).device == target
         moved = Network(network.model if at_home else copy.deepcopy(network.module).to(target))
         if not moved.same_weights(network):
-            raise MismatchError(
+            raise WeightsChangedError(
                 "The model's weights changed since the fit, so the posterior cannot follow it. Fit again."
             )
         information = self.information.to(target, moved)
@@ -259,6 +261,11 @@ def fit(
         progress=progress,
     )
     return condition(information, Prior() if prior is None else prior)
+
+
+def require_posterior(value: object) -> None:
+    if not isinstance(value, Posterior):
+        raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")
 
 
 def _chain(held: list[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:

@@ -17,7 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from errbar.checks import whole_number
 from errbar.errors import ArgumentError
+from errbar.memory import require_memory
+from errbar.modes import plain_execution
 
 # Samples of one block: they should stay in the cache between the passes that make a softmax of them.
 _BLOCK_BYTES = 2 * 2**20
@@ -39,6 +42,8 @@ class Sampler(Protocol):
     def like(self) -> Tensor: ...
 
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]: ...
+
+    def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +74,24 @@ class GaussianSampler:
         return self.mean
 
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
+        return softmax_over_classes_(self._logits(start, stop))
+
+    def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
+        """(1/K) Σ_k e⁽ᵏ⁾/s⁽ᵏ⁾ as a product of e with 1/s: the samples are not written back normalised."""
+        exponentials = self._logits(start, stop)
+        exponentials -= exponentials.amax(1, keepdim=True)
+        exponentials.exp_()
+        weights = exponentials.sum(1).reciprocal_()
+        return (exponentials @ weights[:, :, None])[:, :, 0] / self.samples
+
+    def _logits(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
         root = self.root[start:stop]
         if root.ndim == 2:
             logits = root[:, :, None] * self.normal
         else:
             logits = (root.flatten(0, 1) @ self.normal).reshape(stop - start, self.classes, self.samples)
         logits += self.mean[start:stop, :, None]
-        return softmax_over_classes_(logits)
+        return logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +119,9 @@ class GivenSampler:
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
         return self.values[start:stop]
 
+    def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
+        return self.values[start:stop].mean(2)
+
 
 def softmax_over_classes_(logits: Float[Tensor, "b M K"]) -> Float[Tensor, "b M K"]:
     """Softmax over dimension 1, in place."""
@@ -112,22 +131,49 @@ def softmax_over_classes_(logits: Float[Tensor, "b M K"]) -> Float[Tensor, "b M 
     return logits
 
 
-def standard_normal(rows: int, columns: int, seed: int, like: Tensor) -> Float[Tensor, "rows columns"]:
-    """Draws that depend on the seed alone: float64 on the CPU, then cast and moved to where `like` is."""
+def standard_normal(
+    rows: int, columns: int, seed: int, like: Tensor, draws: str = "random"
+) -> Float[Tensor, "rows columns"]:
+    """Draws that depend on the seed alone: float64 on the CPU, then cast and moved to where `like` is.
+
+    - "random": independent draws, plain Monte Carlo;
+    - "antithetic": each draw z together with −z, which makes odd functions of z exact;
+    - "sobol": a scrambled Sobol sequence, whose points fill the space evenly.
+    """
+    require_memory(
+        2 * 8 * rows * columns,
+        torch.device("cpu"),
+        what=f"Drawing {rows:,} samples of {columns:,} numbers",
+        instead="Ask for fewer samples.",
+    )
     generator = torch.Generator().manual_seed(require_seed(seed))
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(like)
+    if draws == "random":
+        normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    elif draws == "antithetic":
+        half = torch.randn((rows + 1) // 2, columns, generator=generator, dtype=torch.float64)
+        normal = torch.cat([half, -half])[:rows]
+    elif draws == "sobol":
+        engine = torch.quasirandom.SobolEngine(columns, scramble=True, seed=seed)
+        # Points lie on a grid that holds 0 and not 1: half a cell further, all are inside.
+        uniform = engine.draw(rows, dtype=torch.float64) + 2.0**-31
+        normal = torch.special.ndtri(uniform)
+    else:
+        raise ArgumentError(f"draws is {draws!r}; expected 'random', 'antithetic' or 'sobol'.")
+    return normal.to(like)
 
 
 def require_seed(seed: int) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    whole = whole_number(seed)
+    if whole is None or not 0 <= whole < 2**63:
         raise ArgumentError(f"seed is {seed!r}; expected a whole number of zero or more.")
-    return seed
+    return whole
 
 
 def require_samples(samples: int) -> int:
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+    whole = whole_number(samples)
+    if whole is None or whole < 1:
         raise ArgumentError(f"samples is {samples!r}; expected a whole number of one or more.")
-    return samples
+    return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +189,11 @@ class Prediction:
 
     @staticmethod
     def from_sampler(sampler: Sampler, jitter: float = 0.0) -> Prediction:
-        return Prediction(_over_blocks(sampler, lambda f: f.mean(2), sampler.classes), sampler, jitter)
+        with plain_execution(sampler.like.device):
+            pmf = sampler.like.new_empty(sampler.rows, sampler.classes)
+            for start, stop in _blocks(sampler):
+                pmf[start:stop] = sampler.mean_block(start, stop)
+        return Prediction(pmf, sampler, jitter)
 
     def __len__(self) -> int:
         return self.sampler.rows
@@ -170,7 +220,10 @@ class Prediction:
 
     @cached_property
     def standard_error(self) -> Float[Tensor, "B M"]:
-        """The Monte Carlo error of the PMF: std/√K. More samples make it smaller; they do not change std."""
+        """The Monte Carlo error of the PMF: std/√K. More samples make it smaller; they do not change std.
+
+        With antithetic or Sobol draws the error is smaller than this (docs/performance.md has measurements).
+        """
         return self.std / math.sqrt(self.sampler.samples)
 
     @cached_property
@@ -189,7 +242,10 @@ class Prediction:
 
     def risk(self, threshold: float | Float[Tensor, "M"]) -> Float[Tensor, "B M"]:
         """r_m = Pr{f_m > γ_m} ≈ (1/K) Σ_k 1(f_m⁽ᵏ⁾ > γ_m), for one threshold or one per class."""
-        limit = torch.as_tensor(threshold, dtype=self.pmf.dtype, device=self.pmf.device)
+        try:
+            limit = torch.as_tensor(threshold, dtype=self.pmf.dtype, device=self.pmf.device)
+        except (TypeError, ValueError, RuntimeError):
+            limit = self.pmf.new_full((), torch.nan)
         if limit.shape not in ((), (self.sampler.classes,)) or not bool(((limit >= 0) & (limit <= 1)).all()):
             raise ArgumentError(
                 f"The risk threshold is {threshold!r}; expected a probability, or one for each of the "
@@ -200,7 +256,7 @@ class Prediction:
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
         """Equal-tailed intervals that hold f_m with probability `level`: (lower, upper)."""
-        if not 0 < level < 1:
+        if not isinstance(level, (int, float)) or not 0 < level < 1:
             raise ArgumentError(f"The level of the interval is {level!r}; expected a number between 0 and 1.")
         tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=self.pmf.dtype, device=self.pmf.device)
         both = _over_blocks(
@@ -215,9 +271,10 @@ class Prediction:
 
 def _over_blocks(sampler: Sampler, statistic: Callable[[Float[Tensor, "b M K"]], Tensor], *shape: int) -> Tensor:
     """`statistic` of the samples of all rows, a block of rows at a time."""
-    result = sampler.like.new_empty(sampler.rows, *shape)
-    for start, stop in _blocks(sampler):
-        result[start:stop] = statistic(sampler.block(start, stop))
+    with plain_execution(sampler.like.device):
+        result = sampler.like.new_empty(sampler.rows, *shape)
+        for start, stop in _blocks(sampler):
+            result[start:stop] = statistic(sampler.block(start, stop))
     return result
 
 

@@ -1,0 +1,235 @@
+"""Fit and predict of errbar and of laplace-torch: same model, same data, equal threads, results compared."""
+
+from __future__ import annotations
+
+import resource
+import time
+from itertools import pairwise
+from typing import Any
+
+import peers
+import torch
+from common import PRIOR, alternate, features, head, in_batches, save, show
+from torch import Tensor, nn
+
+import errbar
+
+SAMPLES = 1000
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def bare_product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+    """FLOP/s of a plain matrix product of one shape, the best of several."""
+    left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        left @ right.T
+        best = min(best, time.perf_counter() - start)
+    return 2 * rows * inner * columns / best
+
+
+def fit_flops(widths: list[int]) -> float:
+    """Useful FLOP a sample of the packed fit: 2 d(d+1)/2 p(p+1)/2 within layers, 2 d d' p p' between them."""
+    layers = [(outputs, inputs + 1) for inputs, outputs in pairwise(widths)]
+    total = 0.0
+    for index, (d, p) in enumerate(layers):
+        total += 2 * (d * (d + 1) / 2) * (p * (p + 1) / 2)
+        total += sum(2 * d * e * p * q for e, q in layers[:index])
+    return total
+
+
+def exact(name: str, widths: list[int], *, subset: str, count: int, repetitions: int) -> list[dict[str, Any]]:
+    """An exact posterior of the given layers: fit, predict many, predict one."""
+    model = head(widths)
+    x, y = features(count, widths[0], widths[-1])
+    batches = in_batches(x, y, 512)
+    last = 1 if subset == "last_layer" else len(widths) - 1
+    candidates = peers.best_fit(model, x, y, subset=subset, structure="full")
+    show(f"{name}: laplace-torch fit, backends and batch sizes tried (512 samples)", candidates)
+    best = candidates[0]
+    backend = peers.backends()[best["backend"]]
+
+    def fit_peer() -> Any:
+        made = peers.fitted(model, x, y, subset=subset, structure="full", backend=backend, batch=best["batch"])
+        return made.posterior_scale  # the factorisation, which it puts off
+
+    def fit_ours(precision: str | None = None) -> errbar.Posterior:
+        return errbar.fit(model, batches, last_layers=last, prior=errbar.Prior(PRIOR), precision=precision)
+
+    seconds = alternate(
+        {"peer": fit_peer, "errbar": fit_ours, "errbar float64": lambda: fit_ours("float64")}, repetitions
+    )
+    posterior, accurate = fit_ours(), fit_ours("float64")
+    peer = peers.fitted(model, x, y, subset=subset, structure="full", backend=backend, batch=best["batch"])
+    covariance = peer.posterior_covariance.double()
+    agreement = difference(accurate.covariance(), covariance) / float(covariance.abs().max())
+    rows = [
+        _row(f"{name} fit", "microseconds a sample", seconds, count, "peer", ours, note)
+        for ours, note in (
+            ("errbar", f"{best['backend']}, batch {best['batch']}"),
+            ("errbar float64", f"covariances differ by {agreement:.1e} of the largest entry"),
+        )
+    ]
+    d, p = (widths[-1], widths[-2] + 1) if last == 1 else (widths[1], widths[0] + 1)
+    for label, dtype in (("errbar", torch.float32), ("errbar float64", torch.float64)):
+        used = fit_flops(widths[-last - 1 :]) * count / _collect_seconds(model, batches, last, dtype)
+        bare = bare_product(p * (p + 1) // 2, 4096, d * (d + 1) // 2, dtype)
+        rows.append(
+            {
+                "case": f"{name} fit",
+                "unit": "GFLOP/s, useful",
+                "errbar": used / 1e9,
+                "bare product": bare / 1e9,
+                "efficiency": used / bare,
+                "note": f"{label}, the pass over the data",
+            }
+        )
+    rows += _predictions(name, posterior, peer, x)
+    return rows
+
+
+def _collect_seconds(model: nn.Module, batches: list[Any], last: int, dtype: torch.dtype) -> float:
+    """Seconds a sample-linear pass takes: the difference between all batches twice and once, which has no fixed part."""
+    precision = "float64" if dtype == torch.float64 else None
+    runs = {
+        "once": lambda: errbar.collect(model, batches, last_layers=last, precision=precision),
+        "twice": lambda: errbar.collect(model, [*batches, *batches], last_layers=last, precision=precision),
+    }
+    seconds = alternate(runs, 5)
+    return seconds["twice"]["median"] - seconds["once"]["median"]
+
+
+def _predictions(name: str, posterior: errbar.Posterior, peer: Any, x: Tensor) -> list[dict[str, Any]]:
+    batch = peers.best_predict_batch(peer, x, SAMPLES)
+    few, many = x[: max(batch, 8)], x[:1024]
+    rows = []
+    seconds = alternate(
+        {
+            "peer": lambda: peers.predict(peer, few, batch, SAMPLES),
+            "errbar": lambda: posterior.predict(many, samples=SAMPLES).pmf,
+            "errbar with P^f": lambda: posterior.predict(many, samples=SAMPLES).covariance,
+        }
+    )
+    pmf = difference(posterior.predict(few, samples=100_000).pmf, peers.predict(peer, few, batch, 100_000))
+    per_input = {key: {**value} for key, value in seconds.items()}
+    for key, value in per_input.items():
+        size = len(few) if key == "peer" else len(many)
+        for field in ("median", "least", "most"):
+            value[field] /= size
+    agreement = f"peer at batch {batch}; PMFs differ by {pmf:.1e} (K = 100 000)"
+    for ours, note in (("errbar", agreement), ("errbar with P^f", "")):
+        rows.append(_row(f"{name} predict", "microseconds an input", per_input, 1, "peer", ours, note))
+    one = x[:1]
+    seconds = alternate(
+        {
+            "peer": lambda: peers.predict(peer, one, 1, SAMPLES),
+            "errbar": lambda: posterior.predict(one, samples=SAMPLES),
+        }
+    )
+    rows.append(_row(f"{name} predict one", "microseconds an input", seconds, 1, "peer", "errbar", "batch of 1"))
+    return rows
+
+
+def _row(
+    case: str, unit: str, seconds: dict[str, dict[str, float]], count: int, theirs: str, ours: str, note: str
+) -> dict[str, Any]:
+    peer, own = seconds[theirs], seconds[ours]
+    return {
+        "case": case,
+        "unit": unit,
+        "method": ours,
+        "errbar": own["median"] / count * 1e6,
+        "errbar spread": [own["least"] / count * 1e6, own["most"] / count * 1e6],
+        "laplace-torch": peer["median"] / count * 1e6,
+        "laplace-torch spread": [peer["least"] / count * 1e6, peer["most"] / count * 1e6],
+        "ratio": peer["median"] / own["median"],
+        "note": note,
+    }
+
+
+def against_kron(widths: list[int], count: int) -> list[dict[str, Any]]:
+    """Our exact last layer against their Kronecker approximation of it."""
+    model = head(widths)
+    x, y = features(count, widths[0], widths[-1])
+    batches = in_batches(x, y, 512)
+    best = peers.best_fit(model, x, y, subset="last_layer", structure="kron")[0]
+    backend = peers.backends()[best["backend"]]
+
+    def fit_peer() -> Any:
+        return peers.fitted(model, x, y, subset="last_layer", structure="kron", backend=backend, batch=best["batch"])
+
+    def fit_ours() -> errbar.Posterior:
+        return errbar.fit(model, batches, last_layers=1, prior=errbar.Prior(PRIOR))
+
+    seconds = alternate({"peer": fit_peer, "errbar": fit_ours})
+    note = f"theirs approximate; {best['backend']}, batch {best['batch']}"
+    rows = [_row("512→10 exact against kron, fit", "microseconds a sample", seconds, count, "peer", "errbar", note)]
+    peer, posterior = fit_peer(), fit_ours()
+    batch = peers.best_predict_batch(peer, x, SAMPLES)
+    few, many = x[: max(batch, 8)], x[:1024]
+    seconds = alternate(
+        {
+            "peer": lambda: peers.predict(peer, few, batch, SAMPLES),
+            "errbar": lambda: posterior.predict(many, samples=SAMPLES).pmf,
+        }
+    )
+    for key, size in (("peer", len(few)), ("errbar", len(many))):
+        for field in ("median", "least", "most"):
+            seconds[key][field] /= size
+    case = "512→10 exact against kron, predict"
+    rows.append(_row(case, "microseconds an input", seconds, 1, "peer", "errbar", f"theirs approximate, batch {batch}"))
+    return rows
+
+
+def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str, Any]]:
+    """One input: PMF and standard deviations of each class; theirs with the diagonal approximation."""
+    model = head([inputs, classes])
+    x, y = features(2048, inputs, classes)
+    posterior = errbar.fit(model, in_batches(x, y, 512), last_layers=1, prior=errbar.Prior(PRIOR), fisher="eta")
+    one = x[:1]
+
+    def ours() -> Tensor:
+        return posterior.predict(one, samples=SAMPLES).std
+
+    ours()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ours()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    runs: dict[str, Any] = {"errbar": ours}
+    if with_peer:
+        backend = peers.backends()["curvlinops"]
+        peer = peers.fitted(model, x[:64], y[:64], subset="last_layer", structure="diag", backend=backend, batch=16)
+        runs["peer"] = lambda: peers.predict(peer, one, 1, SAMPLES)
+    seconds = alternate(runs)
+    row = {
+        "case": f"{inputs}→{classes} one input, PMF and std",
+        "unit": "microseconds an input",
+        "method": "eta, exact",
+        "errbar": seconds["errbar"]["median"] * 1e6,
+        "errbar spread": [seconds["errbar"]["least"] * 1e6, seconds["errbar"]["most"] * 1e6],
+        "note": f"peak memory grew by {grown:.0f} MiB at the second prediction",
+    }
+    if with_peer:
+        row["laplace-torch"] = seconds["peer"]["median"] * 1e6
+        row["laplace-torch spread"] = [seconds["peer"]["least"] * 1e6, seconds["peer"]["most"] * 1e6]
+        row["ratio"] = seconds["peer"]["median"] / seconds["errbar"]["median"]
+        row["note"] += "; theirs diagonal, PMF only"
+    return [row]
+
+
+def main() -> None:
+    rows = many_classes(128, 3100, with_peer=False)
+    rows += exact("paper 100→40→10", [100, 40, 10], subset="all", count=8192, repetitions=5)
+    rows += exact("last layer 512→10", [512, 10], subset="last_layer", count=4096, repetitions=5)
+    rows += against_kron([512, 10], count=4096)
+    rows += many_classes(128, 1000, with_peer=True)
+    show("Against laplace-torch", rows)
+    save("against_peers", rows, samples=SAMPLES, prior=PRIOR)
+
+
+if __name__ == "__main__":
+    main()

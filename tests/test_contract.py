@@ -1,0 +1,329 @@
+"""The public surface, the direction of imports and what importing costs: the shape of the package is itself tested."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import errbar
+
+SOURCE = Path(errbar.__file__).parent
+
+PUBLIC = {
+    # values
+    "Information",
+    "JointLogits",
+    "LogitGaussian",
+    "OutlierScores",
+    "Posterior",
+    "Prediction",
+    "Prior",
+    # functions
+    "calibrate",
+    "collect",
+    "condition",
+    "fit",
+    "fuse",
+    "fuse_frames",
+    "outlier_scores",
+    "rank_outliers",
+    # modules
+    "metrics",
+    # errors and warnings
+    "ArgumentError",
+    "CalibrationWarning",
+    "CovarianceError",
+    "DataError",
+    "ErrbarError",
+    "ForgetError",
+    "LabelError",
+    "MismatchError",
+    "MissingExtraError",
+    "ModelError",
+    "SelectionError",
+    "SingularCovarianceError",
+    "SizeError",
+    "WeightsChangedError",
+    "__version__",
+}
+
+# A module imports only from those above it. A new module has to be given its place here.
+ORDER = [
+    "errors",
+    "_progress",
+    "checks",
+    "modes",
+    "memory",
+    "_linalg",
+    "packed",
+    "fisher",
+    "data",
+    "metrics",
+    "network",
+    "layers",
+    "prior",
+    "jacobian",
+    "capture",
+    "derivative",
+    "prediction",
+    "logits",
+    "dense",
+    "per_class",
+    "information",
+    "posterior",
+    "fusion",
+    "calibration",
+    "outliers",
+    "",  # errbar itself: what comes after is the edge, which uses the package as a user does
+    "plots",
+    "experiments",
+    "experiments.training",
+    "experiments.networks",
+    "experiments.baselines",
+    "demo",
+    "cli",
+    "__main__",
+]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} line {node.lineno}: a relative import"
+            module = node.module or ""
+            inside = [f"{module}.{alias.name}" for alias in node.names]
+            submodules = [name for name in inside if name.removeprefix("errbar.") in MODULES]
+            names = submodules if len(submodules) == len(inside) else [module, *submodules]
+        found.update(name.partition(".")[2] for name in names if name.split(".")[0] == "errbar")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- the surface
+
+
+def test_exported_names_are_these_and_no_others() -> None:
+    assert set(errbar.__all__) == PUBLIC
+    assert list(errbar.__all__) == sorted(errbar.__all__)
+    for name in PUBLIC:
+        assert hasattr(errbar, name)
+    visible = {name for name, value in vars(errbar).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert visible == {name for name in PUBLIC if not name.startswith("_") and name != "metrics"}
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    for name in PUBLIC - {"__version__"}:
+        thing = getattr(errbar, name)
+        assert inspect.getdoc(thing), name
+
+
+@pytest.mark.parametrize(
+    "name", ["accuracy", "log_likelihood", "nll", "brier", "ece", "ece_literal", "reliability", "aurc", "auroc"]
+)
+def test_every_metric_of_the_contract_has_a_docstring(name: str) -> None:
+    function = getattr(errbar.metrics, name)
+    assert inspect.getdoc(function)
+    first, second = list(inspect.signature(function).parameters)[:2]
+    assert (first, second) == (("scores", "positive") if name == "auroc" else ("pmf", "labels"))
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (
+            errbar.collect,
+            {
+                "last_layers": None,
+                "parameters": None,
+                "fisher": "ggn",
+                "structure": "dense",
+                "precision": None,
+                "unpack": None,
+                "progress": False,
+            },
+        ),
+        (errbar.condition, {"model": None}),
+        (errbar.fit, {"last_layers": None, "parameters": None, "fisher": "ggn", "structure": "dense"}),
+        (errbar.calibrate, {"objective": "nll", "fit": ("temperature", "covariance_scale")}),
+        (errbar.fuse, {"raw": False}),
+        (errbar.fuse_frames, {"raw": False}),
+        (errbar.Posterior.predict, {"samples": 1000, "seed": 0}),
+        (errbar.LogitGaussian.predict, {"samples": 1000, "seed": 0}),
+        (errbar.Prediction.interval, {"level": 0.95}),
+        (errbar.Prior, {"precision": 1.0}),
+        (errbar.metrics.ece, {"bins": 10}),
+    ],
+)
+def test_defaults_are_those_of_the_contract(function: object, defaults: dict[str, object]) -> None:
+    parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+    for name, default in defaults.items():
+        assert parameters[name].default == default
+
+
+@pytest.mark.parametrize(
+    ("value", "members"),
+    [
+        (errbar.Prior, ["from_weight_decay"]),
+        (
+            errbar.Information,
+            ["model", "n_parameters", "parameter_names", "dense", "__add__", "__sub__", "__mul__"],
+        ),
+        (
+            errbar.Posterior,
+            [
+                "model",
+                "covariance",
+                "logits",
+                "predict",
+                "joint_logits",
+                "update",
+                "forget",
+                "sample_parameters",
+                "predict_by_parameters",
+                "log_evidence",
+                "with_prior",
+                "to",
+            ],
+        ),
+        (
+            errbar.LogitGaussian,
+            ["variance", "tempered", "scaled", "centered", "predict", "__len__", "__getitem__"],
+        ),
+        (
+            errbar.Prediction,
+            [
+                "covariance",
+                "std",
+                "label",
+                "confidence",
+                "standard_error",
+                "risk",
+                "interval",
+                "entropy",
+                "mutual_information",
+                "samples",
+            ],
+        ),
+    ],
+)
+def test_values_have_the_members_of_the_contract(value: type, members: list[str]) -> None:
+    for member in members:
+        assert hasattr(value, member), member
+
+
+def values() -> list[object]:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    posterior = errbar.fit(nn.Linear(4, 3), [(x, y)], last_layers=1)
+    prediction = posterior.predict(x, samples=10)
+    return [
+        posterior,
+        posterior.information,
+        posterior.prior,
+        posterior.logits(x),
+        posterior.joint_logits(x),
+        prediction,
+        errbar.outlier_scores(posterior, [(x, y)], samples=10),
+        errbar.metrics.reliability(prediction.pmf, y),
+    ]
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_values_are_frozen(index: int) -> None:
+    value = values()[index]
+    assert dataclasses.is_dataclass(value)
+    for name in [field.name for field in dataclasses.fields(value)]:
+        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+            setattr(value, name, None)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="anything"):
+        value.anything = 1  # type: ignore[attr-defined]
+
+
+def test_the_covariance_of_a_prediction_is_computed_when_it_is_read() -> None:
+    gaussian = errbar.LogitGaussian(torch.zeros(1, 3), torch.eye(3)[None])
+    prediction = gaussian.predict(samples=10)
+    assert "covariance" not in vars(prediction)
+    assert prediction.covariance.shape == (1, 3, 3)
+    assert prediction.covariance is prediction.covariance
+
+
+# ------------------------------------------------------------------------------------------------- the inner shape
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert sorted(set(MODULES) - set(ORDER)) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) & set(ORDER)))
+def test_imports_follow_the_flow(name: str) -> None:
+    allowed = set(ORDER[: ORDER.index(name)])
+    assert imports(MODULES[name]) - allowed == set()
+
+
+def test_only_one_module_calls_torch_linalg() -> None:
+    for name, path in MODULES.items():
+        uses = [
+            node.lineno
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "linalg"
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "torch"
+            )
+            or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.linalg"))
+        ]
+        assert not uses or name == "_linalg", f"{name}, lines {uses}"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for name, path in MODULES.items():
+        if path.stat().st_size:
+            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), name
+
+
+def test_modules_can_be_held_in_the_head() -> None:
+    for name, path in MODULES.items():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 420, name
+
+
+def test_importing_the_package_needs_no_extra() -> None:
+    extras = ["matplotlib", "sklearn", "typer", "rich", "scipy", "pandas", "hypothesis", "beartype", "curvlinops"]
+    script = f"import sys, errbar; print([name for name in {extras!r} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_importing_the_package_says_nothing_and_changes_no_global_state() -> None:
+    script = (
+        "import torch; torch.manual_seed(0); a = torch.get_rng_state(), torch.get_default_dtype(), "
+        "torch.is_grad_enabled(), torch.get_num_threads(); import errbar; b = torch.get_rng_state(), "
+        "torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(); "
+        "assert torch.equal(a[0], b[0]) and a[1:] == b[1:]"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_the_package_is_typed() -> None:
+    assert (SOURCE / "py.typed").exists()

@@ -1,0 +1,627 @@
+"""Laws that hold for every model and every data set, as property tests.
+
+Problems are drawn from a seed: a small network, its inputs and labels. Algebra in float64 is compared at 1e-8
+relative to the largest entry; what goes through Monte Carlo uses the same draws on both sides, so no sampling
+error enters and the tolerances stay those of rounding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import errbar
+
+# The first counterexample says enough; shrinking it would take longer than all the tests.
+law = settings(deadline=None, derandomize=True, max_examples=15, database=None, phases=(Phase.explicit, Phase.generate))
+seeds = st.integers(0, 10_000)
+fishers = st.sampled_from(["ggn", "eta"])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network with (n_features, n_hidden, n_classes), and inputs with labels that it finds plausible."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.y
+
+    def rows(self, *index: int) -> tuple[Tensor, Tensor]:
+        return self.x[list(index)], self.y[list(index)]
+
+
+def problem(
+    seed: int,
+    *,
+    count: int = 24,
+    features: int = 3,
+    hidden: int = 4,
+    classes: int = 3,
+    dtype: torch.dtype = torch.float64,
+    bias: bool = True,
+) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, classes, bias=bias)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    x = torch.randn(count, features, generator=generator, dtype=torch.float64).to(dtype)
+    with torch.no_grad():
+        y = torch.multinomial(torch.softmax(model(x), 1), 1, generator=generator)[:, 0]
+    return Problem(model, x, y)
+
+
+def fitted(p: Problem, *, fisher: str = "ggn", last_layers: int = 2, prior: float = 0.7) -> errbar.Posterior:
+    return errbar.fit(p.model, [p.batch], last_layers=last_layers, fisher=fisher, prior=errbar.Prior(prior))
+
+
+def with_temperature(posterior: errbar.Posterior, p: Problem) -> errbar.Posterior:
+    """A posterior whose temperature is not 1; which it is does not matter, so neither does a bound."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)
+        return errbar.calibrate(posterior, [p.batch], samples=50, fit="temperature")
+
+
+def random_gaussian(seed: int, rows: int, classes: int, dtype: torch.dtype = torch.float64) -> errbar.LogitGaussian:
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(rows, classes, classes + 2, generator=generator, dtype=torch.float64)
+    covariance = root @ root.mT / classes
+    mean = torch.randn(rows, classes, generator=generator, dtype=torch.float64)
+    return errbar.LogitGaussian(mean.to(dtype), ((covariance + covariance.mT) / 2).to(dtype))
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
+    """Equal up to `tolerance` of the largest entry expected."""
+    scale = max(float(expected.abs().max()), 1e-300)
+    error = float((actual - expected).abs().max())
+    assert error <= tolerance * scale, f"{error:.3g} off, scale {scale:.3g}"
+
+
+def assert_positive_semidefinite(matrix: Tensor, scale: float) -> None:
+    smallest = float(torch.linalg.eigvalsh((matrix + matrix.mT) / 2).min())
+    assert smallest >= -1e-12 * scale
+
+
+# ----------------------------------------------------------------------------------------- data and information
+
+
+@law
+@given(seed=seeds, fisher=fishers, split=st.integers(1, 23))
+def test_more_data_never_increases_a_variance(seed: int, fisher: str, split: int) -> None:
+    p = problem(seed)
+    before = errbar.fit(p.model, [p.x[:split]], last_layers=2, fisher=fisher)
+    after = before.update([p.x[split:]])
+    P, Q = before.covariance(), after.covariance()
+    assert_positive_semidefinite(P - Q, scale=float(P.diagonal().max()))
+    wide, narrow = before.logits(p.x), after.logits(p.x)
+    assert bool((narrow.variance <= wide.variance * (1 + 1e-10)).all())
+    for larger, smaller in zip(wide.covariance, narrow.covariance, strict=True):
+        assert_positive_semidefinite(larger - smaller, scale=float(larger.diagonal().max()))
+
+
+@law
+@given(seed=seeds, fisher=fishers)
+def test_a_larger_prior_precision_never_increases_a_variance(seed: int, fisher: str) -> None:
+    posterior = fitted(problem(seed), fisher=fisher)
+    P, Q = posterior.covariance(), posterior.with_prior(errbar.Prior(2.0)).covariance()
+    assert_positive_semidefinite(P - Q, scale=float(P.diagonal().max()))
+
+
+@law
+@given(seed=seeds, fisher=fishers, size=st.integers(1, 24), random=st.randoms(use_true_random=False))
+def test_order_and_batching_of_the_data_do_not_matter(seed: int, fisher: str, size: int, random: object) -> None:
+    p = problem(seed)
+    order = list(range(24))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    shuffled = [p.rows(*order[i : i + size]) for i in range(0, 24, size)]
+    whole = errbar.collect(p.model, [p.batch], last_layers=2, fisher=fisher)
+    parts = errbar.collect(p.model, shuffled, last_layers=2, fisher=fisher)
+    assert parts.n_samples == whole.n_samples == 24
+    assert_close(parts.dense(), whole.dense(), 1e-12)
+
+
+@law
+@given(seed=seeds, fisher=fishers, split=st.integers(1, 23), look=st.booleans())
+def test_update_equals_a_refit(seed: int, fisher: str, split: int, look: bool) -> None:
+    p = problem(seed)
+    posterior = errbar.fit(p.model, [p.rows(*range(split))], last_layers=2, fisher=fisher)
+    if look:  # reading P beforehand must not change what comes after
+        posterior.covariance()
+    updated = posterior.update([p.rows(*range(split, 24))])
+    refitted = errbar.fit(p.model, [p.batch], last_layers=2, fisher=fisher)
+    assert updated.information.n_samples == refitted.information.n_samples
+    assert_close(updated.information.dense(), refitted.information.dense())
+    assert_close(updated.covariance(), refitted.covariance())
+    assert_close(updated.logits(p.x).covariance, refitted.logits(p.x).covariance)
+    assert updated.log_evidence() == pytest.approx(refitted.log_evidence(), rel=1e-9)
+
+
+@law
+@given(seed=seeds, fisher=fishers)
+def test_many_single_updates_equal_a_refit(seed: int, fisher: str) -> None:
+    p = problem(seed, hidden=10)  # n = 73: single samples go through the recursion
+    posterior = errbar.fit(p.model, [p.x[:4]], last_layers=2, fisher=fisher)
+    for row in range(4, 24):
+        posterior.covariance()
+        posterior = posterior.update([p.x[row : row + 1]])
+    refitted = errbar.fit(p.model, [p.x], last_layers=2, fisher=fisher)
+    assert_close(posterior.covariance(), refitted.covariance())
+    assert_close(posterior.logits(p.x).covariance, refitted.logits(p.x).covariance)
+
+
+@law
+@given(seed=seeds, fisher=fishers, count=st.integers(1, 20))
+def test_update_then_forget_returns(seed: int, fisher: str, count: int) -> None:
+    p, new = problem(seed), problem(seed + 1, count=count)
+    posterior = fitted(p, fisher=fisher)
+    there = posterior.update([(new.x, new.y)])
+    back = there.forget([(new.x, new.y)])
+    assert back.information.n_samples == posterior.information.n_samples
+    assert_close(back.information.dense(), posterior.information.dense())
+    assert_close(back.covariance(), posterior.covariance())
+    assert back.log_evidence() == pytest.approx(posterior.log_evidence(), rel=1e-8)
+
+
+@law
+@given(seed=seeds, fisher=fishers, kept=st.integers(1, 23))
+def test_forget_equals_a_fit_on_the_rest(seed: int, fisher: str, kept: int) -> None:
+    p = problem(seed)
+    rest = fitted(p, fisher=fisher).forget([p.rows(i) for i in range(kept, 24)])
+    refitted = errbar.fit(p.model, [p.rows(*range(kept))], last_layers=2, fisher=fisher, prior=errbar.Prior(0.7))
+    assert_close(rest.covariance(), refitted.covariance())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_nearly_everything_can_be_forgotten_in_other_batches(dtype: torch.dtype, kept: int) -> None:
+    """What is left is small beside the rounding of what was there: still not negative information."""
+    p = problem(3, count=2000, dtype=dtype)
+    posterior = errbar.fit(p.model, [p.x], last_layers=2)
+    rest = posterior.forget([p.x[i : i + 64] for i in range(kept, 2000, 64)])
+    assert rest.information.n_samples == kept
+    scale = float(posterior.information.dense().abs().max())
+    left = errbar.collect(p.model, [p.x[:kept]], last_layers=2).dense() if kept else torch.zeros(31, 31)
+    rounding = 1e-12 if dtype == torch.float64 else 1e-5
+    assert float((rest.information.dense() - left).abs().max()) <= rounding * scale
+    assert bool(torch.isfinite(rest.predict(p.x[:4]).pmf).all())
+
+
+@law
+@given(seed=seeds, fisher=fishers)
+def test_information_adds_up_in_any_order(seed: int, fisher: str) -> None:
+    p = problem(seed)
+    a, b, c = (
+        errbar.collect(p.model, [p.rows(*rows)], last_layers=2, fisher=fisher)
+        for rows in (range(5), range(5, 12), range(12, 24))
+    )
+    whole = errbar.collect(p.model, [p.batch], last_layers=2, fisher=fisher)
+    for total in ((a + b) + c, a + (b + c), c + b + a):
+        assert_close(total.dense(), whole.dense(), 1e-13)
+        assert total.n_samples == whole.n_samples
+    assert_close(((a + b) - b).dense(), a.dense(), 1e-12)
+    prior = errbar.Prior(0.5)
+    first, second = errbar.condition(a + b, prior).log_evidence(), errbar.condition(b + a, prior).log_evidence()
+    assert first == pytest.approx(second, rel=1e-12)
+
+
+@law
+@given(seed=seeds, factor=st.floats(0, 3), fisher=fishers)
+def test_discounted_information_counts_for_less(seed: int, factor: float, fisher: str) -> None:
+    information = errbar.collect(problem(seed).model, [problem(seed).batch], last_layers=1, fisher=fisher)
+    discounted = information * factor
+    assert_close(discounted.dense(), information.dense() * factor, 1e-14)
+    assert discounted.n_samples == pytest.approx(24 * factor)
+    assert_close((factor * information).dense(), discounted.dense(), 1e-14)
+    assert_close(((information + information) * 0.5).dense(), information.dense(), 1e-14)
+
+
+def test_operations_leave_their_operands_alone() -> None:
+    p = problem(0)
+    posterior = fitted(p)
+    information = posterior.information
+    before, P = information.dense(), posterior.covariance()
+    information + information
+    information - information
+    information * 0.5
+    posterior.update([p.batch])
+    posterior.update([p.rows(0)])
+    posterior.forget([p.batch])
+    posterior.covariance().zero_()
+    information.dense().zero_()
+    assert torch.equal(information.dense(), before)
+    assert torch.equal(posterior.covariance(), P)
+    assert information.n_samples == 24
+
+
+@law
+@given(seed=seeds, fisher=fishers, precision=st.floats(0.01, 100))
+def test_another_prior_is_another_condition(seed: int, fisher: str, precision: float) -> None:
+    p = problem(seed)
+    prior = errbar.Prior(precision)
+    posterior = with_temperature(fitted(p, fisher=fisher), p)
+    changed = posterior.with_prior(prior)
+    direct = errbar.condition(posterior.information, prior)
+    refitted = errbar.fit(p.model, [p.batch], last_layers=2, fisher=fisher, prior=prior)
+    assert torch.equal(changed.covariance(), direct.covariance())
+    assert_close(changed.covariance(), refitted.covariance(), 1e-12)
+    assert (changed.temperature, changed.covariance_scale) == (posterior.temperature, posterior.covariance_scale)
+    assert (direct.temperature, direct.covariance_scale) == (1.0, 1.0)
+    assert torch.equal(direct.with_prior(posterior.prior).covariance(), posterior.covariance())
+
+
+@law
+@given(seed=seeds)
+def test_update_keeps_prior_and_calibration(seed: int) -> None:
+    p = problem(seed)
+    posterior = with_temperature(fitted(p), p)
+    for other in (posterior.update([p.batch]), posterior.update([p.rows(0)]), posterior.forget([p.rows(1)])):
+        assert other.prior is posterior.prior
+        assert (other.temperature, other.covariance_scale) == (posterior.temperature, posterior.covariance_scale)
+
+
+# ------------------------------------------------------------------------------------------------- predictions
+
+
+@law
+@given(seed=seeds, fisher=fishers, classes=st.integers(2, 6), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_probabilities_sum_to_one_and_their_covariance_to_zero(
+    seed: int, fisher: str, classes: int, dtype: torch.dtype
+) -> None:
+    p = problem(seed, classes=classes, dtype=dtype)
+    prediction = fitted(p, fisher=fisher).predict(p.x, samples=300)
+    rounding = 1e-12 if dtype == torch.float64 else 1e-5
+    assert bool((prediction.pmf >= 0).all())
+    assert_close(prediction.pmf.sum(1), torch.ones(24, dtype=dtype), rounding)
+    assert float(prediction.covariance.sum(2).abs().max()) <= rounding
+    assert_close(prediction.covariance, prediction.covariance.mT, rounding)
+    variance = prediction.covariance.diagonal(dim1=1, dim2=2)
+    assert_close(prediction.std.square(), variance, 100 * rounding)
+    assert torch.equal(prediction.label, prediction.pmf.argmax(1))
+    assert torch.equal(prediction.confidence, prediction.pmf.amax(1))
+    assert bool((prediction.mutual_information >= 0).all())
+    assert bool((prediction.mutual_information <= prediction.entropy + rounding).all())
+
+
+@law
+@given(seed=seeds, low=st.floats(0, 1), high=st.floats(0, 1))
+def test_risk_is_a_probability_that_falls_with_the_threshold(seed: int, low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    p = problem(seed)
+    prediction = fitted(p).predict(p.x, samples=300)
+    lenient, strict = prediction.risk(low), prediction.risk(high)
+    assert bool(((lenient >= 0) & (lenient <= 1)).all())
+    assert bool((strict <= lenient).all())
+    assert bool((prediction.risk(1.0) == 0).all())
+    per_class = prediction.risk(torch.tensor([low, high, low], dtype=torch.float64))
+    assert torch.equal(per_class, torch.stack([lenient[:, 0], strict[:, 1], lenient[:, 2]], 1))
+
+
+@law
+@given(seed=seeds, inner=st.floats(0.01, 0.99), outer=st.floats(0.01, 0.99))
+def test_intervals_are_nested_in_their_level(seed: int, inner: float, outer: float) -> None:
+    inner, outer = sorted((inner, outer))
+    p = problem(seed)
+    prediction = fitted(p).predict(p.x, samples=300)
+    (low, high), (lower, higher) = prediction.interval(inner), prediction.interval(outer)
+    assert bool((lower <= low).all())
+    assert bool((low <= high).all())
+    assert bool((high <= higher).all())
+    assert bool((lower >= 0).all())
+    assert bool((higher <= 1).all())
+
+
+@law
+@given(seed=seeds, size=st.integers(1, 24), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_the_result_of_an_input_does_not_depend_on_its_batch(seed: int, size: int, dtype: torch.dtype) -> None:
+    p = problem(seed, dtype=dtype)
+    posterior = fitted(p)
+    together = posterior.predict(p.x, samples=300)
+    apart = [posterior.predict(p.x[i : i + size], samples=300) for i in range(0, 24, size)]
+    assert float((torch.cat([part.pmf for part in apart]) - together.pmf).abs().max()) <= 1e-6
+    assert float((torch.cat([part.covariance for part in apart]) - together.covariance).abs().max()) <= 1e-6
+    whole = posterior.logits(p.x)
+    sliced = whole[3:7].predict(300)
+    assert float((sliced.pmf - together.pmf[3:7]).abs().max()) <= 1e-6
+
+
+@law
+@given(seed=seeds, one=seeds, other=seeds)
+def test_the_seed_alone_decides_the_draws(seed: int, one: int, other: int) -> None:
+    p = problem(seed)
+    posterior = fitted(p)
+    torch.manual_seed(one)
+    first = posterior.predict(p.x, samples=50, seed=one)
+    state = torch.get_rng_state()
+    torch.manual_seed(other)
+    assert torch.equal(posterior.predict(p.x, samples=50, seed=one).pmf, first.pmf)
+    assert torch.equal(
+        posterior.predict_by_parameters(p.x, samples=5, seed=one).pmf,
+        posterior.predict_by_parameters(p.x, samples=5, seed=one).pmf,
+    )
+    torch.manual_seed(one)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was used"
+    if one != other:
+        assert not torch.equal(posterior.predict(p.x, samples=50, seed=other).pmf, first.pmf)
+        drawn, redrawn = posterior.sample_parameters(2, seed=one), posterior.sample_parameters(2, seed=other)
+        assert not torch.equal(drawn["2.weight"], redrawn["2.weight"])
+
+
+@law
+@given(seed=seeds, temperature=st.floats(0.2, 5))
+def test_without_covariance_the_prediction_is_the_tempered_softmax(seed: int, temperature: float) -> None:
+    p = problem(seed)
+    gaussian = fitted(p).logits(p.x).tempered(temperature).scaled(0.0)
+    with torch.no_grad():
+        expected = torch.softmax(p.model(p.x) / temperature, 1)
+    prediction = gaussian.predict(samples=20)
+    assert_close(prediction.pmf, expected, 1e-12)
+    assert float(prediction.std.max()) <= 1e-12
+    assert float(prediction.mutual_information.max()) <= 1e-12
+
+
+# ------------------------------------------------------------------------------------------------------- fusion
+
+
+@law
+@given(seed=seeds, classes=st.integers(2, 6))
+def test_an_independent_copy_halves_the_centred_covariance(seed: int, classes: int) -> None:
+    gaussian = random_gaussian(seed, 5, classes)
+    fused = errbar.fuse([gaussian, gaussian])
+    assert_close(fused.covariance, gaussian.centered().covariance / 2)
+    assert_close(fused.mean, gaussian.centered().mean)
+
+
+@law
+@given(seed=seeds, shift=st.floats(-100, 100), classes=st.integers(2, 5))
+def test_a_constant_added_to_the_logits_of_one_classifier_changes_nothing(
+    seed: int, shift: float, classes: int
+) -> None:
+    a, b = random_gaussian(seed, 4, classes), random_gaussian(seed + 1, 4, classes)
+    moved = errbar.LogitGaussian(b.mean + shift, b.covariance)
+    plain, shifted = errbar.fuse([a, b]).predict(200), errbar.fuse([a, moved]).predict(200)
+    assert float((plain.pmf - shifted.pmf).abs().max()) <= 1e-8
+    assert float((plain.covariance - shifted.covariance).abs().max()) <= 1e-8
+    # A common shift that is very uncertain says nothing either.
+    vague = errbar.LogitGaussian(b.mean, b.covariance + 100.0)
+    assert float((errbar.fuse([a, vague]).predict(200).pmf - plain.pmf).abs().max()) <= 1e-8
+
+
+@law
+@given(seed=seeds, order=st.permutations([0, 1, 2]), raw=st.booleans())
+def test_the_order_of_classifiers_does_not_matter(seed: int, order: list[int], raw: bool) -> None:
+    sources = [random_gaussian(seed + i, 3, 4) for i in range(3)]
+    first, second = errbar.fuse(sources, raw=raw), errbar.fuse([sources[i] for i in order], raw=raw)
+    assert_close(first.mean, second.mean, 1e-10)
+    assert_close(first.covariance, second.covariance, 1e-10)
+
+
+@law
+@given(seed=seeds, classes=st.integers(2, 5))
+def test_one_classifier_fused_is_itself_centred(seed: int, classes: int) -> None:
+    gaussian = random_gaussian(seed, 3, classes)
+    fused = errbar.fuse([gaussian])
+    assert_close(fused.mean, gaussian.centered().mean)
+    assert_close(fused.covariance, gaussian.centered().covariance)
+    assert float((fused.predict(200).pmf - gaussian.predict(200).pmf).abs().max()) <= 1e-8
+
+
+@law
+@given(seed=seeds)
+def test_another_classifier_never_increases_a_variance(seed: int) -> None:
+    a, b = random_gaussian(seed, 3, 4), random_gaussian(seed + 1, 3, 4)
+    fused = errbar.fuse([a, b])
+    for source in (a, b):
+        for larger, smaller in zip(source.centered().covariance, fused.covariance, strict=True):
+            assert_positive_semidefinite(larger - smaller, scale=float(larger.diagonal().max()) * 100)
+
+
+@law
+@given(seed=seeds, fisher=fishers, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_joint_logits_hold_the_logits_of_each_frame(seed: int, fisher: str, dtype: torch.dtype) -> None:
+    p = problem(seed, dtype=dtype)
+    posterior = with_temperature(fitted(p, fisher=fisher), p)
+    joint, single = posterior.joint_logits(p.x[:5]), posterior.logits(p.x[:5])
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    assert joint.covariance.shape == (5, 3, 5, 3)
+    assert_close(joint.mean, single.mean, tolerance)
+    for i in range(5):
+        assert_close(joint.covariance[i, :, i, :], single.covariance[i], tolerance)
+        for j in range(5):
+            assert_close(joint.covariance[i, :, j, :], joint.covariance[j, :, i, :].T, tolerance)
+    # What the package returns is a covariance by its own checks.
+    errbar.JointLogits(joint.mean, joint.covariance)
+    errbar.LogitGaussian(single.mean, single.covariance)
+
+
+@law
+@given(seed=seeds, fisher=fishers)
+def test_one_frame_fused_is_that_frame_centred(seed: int, fisher: str) -> None:
+    p = problem(seed)
+    posterior = fitted(p, fisher=fisher)
+    fused = errbar.fuse_frames(posterior.joint_logits(p.x[:1]))
+    centred = posterior.logits(p.x[:1]).centered()
+    assert_close(fused.mean, centred.mean)
+    assert_close(fused.covariance, centred.covariance)
+
+
+def assert_same_fusion(first: errbar.LogitGaussian, second: errbar.LogitGaussian, tolerance: float) -> None:
+    assert_close(first.covariance, second.covariance, tolerance)
+    spread = float(second.covariance.diagonal(dim1=1, dim2=2).max().sqrt())
+    scale = max(float(second.mean.abs().max()), spread)
+    assert float((first.mean - second.mean).abs().max()) <= tolerance * scale
+    assert float((first.predict(300).pmf - second.predict(300).pmf).abs().max()) <= tolerance
+
+
+@law
+@given(
+    seed=seeds,
+    frames=st.integers(1, 4),
+    repeats=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    last_layers=st.integers(1, 2),
+)
+def test_repeating_a_frame_changes_nothing(
+    seed: int, frames: int, repeats: list[int], dtype: torch.dtype, last_layers: int
+) -> None:
+    p = problem(seed, hidden=8, dtype=dtype)
+    posterior = fitted(p, last_layers=last_layers)
+    order = [*range(frames), *(i % frames for i in repeats)]
+    once = errbar.fuse_frames(posterior.joint_logits(p.x[:frames]))
+    again = errbar.fuse_frames(posterior.joint_logits(p.x[order]))
+    assert_same_fusion(again, once, 1e-6 if dtype == torch.float64 else 2e-2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@law
+@given(seed=seeds, repeats=st.lists(st.integers(0, 11), min_size=1, max_size=4))
+def test_repeating_a_frame_changes_nothing_when_frames_outnumber_parameters(
+    bias: bool, seed: int, repeats: list[int]
+) -> None:
+    """12 frames of 3 classes have 24 contrasts; the last layer has 12 or 15 parameters, so R is singular.
+
+    Without a bias the fused logits do not lie in the range of R.
+    """
+    p = problem(seed, bias=bias)
+    posterior = fitted(p, last_layers=1)
+    once = errbar.fuse_frames(posterior.joint_logits(p.x[:12]))
+    again = errbar.fuse_frames(posterior.joint_logits(p.x[[*range(12), *repeats]]))
+    assert once.rank is not None
+    assert once.rank < 24
+    assert_same_fusion(again, once, 1e-6)
+
+
+@law
+@given(seed=seeds, repeats=st.lists(st.integers(0, 11), min_size=1, max_size=4))
+def test_repeating_a_float32_frame_changes_nothing_when_frames_outnumber_parameters(
+    seed: int, repeats: list[int]
+) -> None:
+    p = problem(seed, dtype=torch.float32)
+    posterior = fitted(p, last_layers=1)
+    once = errbar.fuse_frames(posterior.joint_logits(p.x[:12]))
+    again = errbar.fuse_frames(posterior.joint_logits(p.x[[*range(12), *repeats]]))
+    assert_same_fusion(again, once, 2e-2)
+
+
+@law
+@given(seed=seeds, order=st.permutations(list(range(4))))
+def test_the_order_of_frames_does_not_matter(seed: int, order: list[int]) -> None:
+    p = problem(seed, hidden=8)
+    posterior = fitted(p)
+    first = errbar.fuse_frames(posterior.joint_logits(p.x[:4]))
+    second = errbar.fuse_frames(posterior.joint_logits(p.x[order]))
+    assert_same_fusion(second, first, 1e-6)
+
+
+# -------------------------------------------------------------------------------------------------- calibration
+
+
+def held_out(seed: int, sharpness: float, count: int = 200, classes: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
+    """A linear model whose logits are `sharpness` times those that the labels were drawn from."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    weight = 1.5 * torch.randn(classes, 4, generator=generator, dtype=torch.float64)
+    y = torch.multinomial(torch.softmax(x @ weight.T, 1), 1, generator=generator)[:, 0]
+    model = nn.Linear(4, classes, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(weight * sharpness)
+        model.bias.zero_()
+    return model, x, y
+
+
+def score(objective: str, posterior: errbar.Posterior, x: Tensor, y: Tensor, samples: int) -> float:
+    return float(getattr(errbar.metrics, objective)(posterior.predict(x, samples=samples).pmf, y))
+
+
+@settings(law, max_examples=10)
+@given(
+    seed=seeds,
+    sharpness=st.sampled_from([0.3, 1.0, 3.0]),
+    objective=st.sampled_from(["nll", "brier", "ece"]),
+    fit=st.sampled_from([("temperature",), ("covariance_scale",), ("temperature", "covariance_scale")]),
+)
+@example(seed=6, sharpness=1.0, objective="brier", fit=("covariance_scale",))
+@example(seed=10, sharpness=1.0, objective="ece", fit=("temperature", "covariance_scale"))
+@example(seed=22, sharpness=1.0, objective="nll", fit=("covariance_scale",))
+def test_calibration_never_worsens_its_objective_on_its_own_data(
+    seed: int, sharpness: float, objective: str, fit: tuple[str, ...]
+) -> None:
+    model, x, y = held_out(seed, sharpness)
+    posterior = errbar.fit(model, [x], last_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)
+        calibrated = errbar.calibrate(posterior, [(x, y)], objective=objective, fit=fit, samples=200)
+        again = errbar.calibrate(calibrated, [(x, y)], objective=objective, fit=fit, samples=200)
+    assert calibrated.temperature > 0
+    assert calibrated.covariance_scale > 0
+    for name in {"temperature", "covariance_scale"} - set(fit):
+        assert getattr(calibrated, name) == 1.0
+    before, after = (score(objective, q, x, y, 200) for q in (posterior, calibrated))
+    assert after <= before + 1e-9
+    assert score(objective, again, x, y, 200) <= after + 1e-9
+    assert calibrated.information is posterior.information
+
+
+@pytest.mark.parametrize("sharpness", [0.4, 1.0, 3.0])
+def test_calibration_recovers_a_known_temperature(sharpness: float) -> None:
+    model, x, y = held_out(11, sharpness, count=4000)
+    certain = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(1e9))
+    fitted_temperature = errbar.calibrate(certain, [(x, y)], fit="temperature", samples=20).temperature
+    # The asymptotic standard error of ln T here is about 0.03; four of them.
+    assert fitted_temperature / sharpness == pytest.approx(1.0, abs=0.12)
+
+
+def test_calibration_by_brier_recovers_a_known_temperature() -> None:
+    model, x, y = held_out(12, 3.0, count=4000)
+    certain = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(1e9))
+    fitted_temperature = errbar.calibrate(certain, [(x, y)], objective="brier", fit="temperature", samples=20)
+    assert fitted_temperature.temperature == pytest.approx(3.0, rel=0.15)
+
+
+@pytest.mark.parametrize("margin", [2.0, 20.0, 200.0])
+@pytest.mark.parametrize("objective", ["nll", "brier"])
+def test_an_optimum_at_the_edge_is_said(margin: float, objective: str) -> None:
+    """Separable data want T → 0, however sure the model is already."""
+    x = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]], dtype=torch.float64)
+    y = torch.tensor([1, 1, 0, 0])
+    model = nn.Linear(1, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-margin / 2], [margin / 2]]))
+        model.bias.zero_()
+    posterior = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(1e6))
+    with pytest.warns(errbar.CalibrationWarning, match="edge of the search"):
+        calibrated = errbar.calibrate(posterior, [(x, y)], fit="temperature", objective=objective)
+    assert 0 < calibrated.temperature < 1
+
+
+def test_labels_at_random_want_an_infinite_temperature_and_get_a_finite_one() -> None:
+    x = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]], dtype=torch.float64)
+    y = torch.tensor([0, 1, 0, 1])
+    model = nn.Linear(1, 2, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=1)
+    with pytest.warns(errbar.CalibrationWarning, match="best temperature lies at the edge of the search"):
+        calibrated = errbar.calibrate(posterior, [(x, y)], fit="temperature", samples=100)
+    assert 1 < calibrated.temperature < float("inf")
+
+
+@law
+@given(seed=seeds, objective=st.sampled_from(["nll", "brier", "ece"]))
+def test_calibration_does_not_depend_on_batches_and_is_repeatable(seed: int, objective: str) -> None:
+    model, x, y = held_out(seed, 2.0, count=60)
+    posterior = errbar.fit(model, [x], last_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)
+        whole, parts = (
+            errbar.calibrate(posterior, data, objective=objective, fit="temperature", samples=50)
+            for data in ([(x, y)], [(x[:7], y[:7]), (x[7:], y[7:])])
+        )
+    assert whole.temperature == pytest.approx(parts.temperature, rel=1e-4)
