@@ -93,7 +93,7 @@ def exact(name: str, widths: list[int], *, subset: str, count: int, repetitions:
 
 
 def _collect_seconds(model: nn.Module, batches: list[Any], last: int, dtype: torch.dtype) -> float:
-    """Seconds a sample-linear pass takes: the difference between all batches twice and once, which has no fixed part."""
+    """Seconds of a pass without its fixed part: all batches twice, less all batches once."""
     precision = "float64" if dtype == torch.float64 else None
     runs = {
         "once": lambda: errbar.collect(model, batches, last_layers=last, precision=precision),

@@ -18,8 +18,8 @@ from errbar.network import Network
 
 # Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
 _JACOBIAN_BYTES = 128 * 2**20
-# Inputs that are predicted at a time where no Jacobian is formed.
-_FACTORED_ROWS = 1024
+# Samples that are differentiated at a time where no Jacobian is formed.
+_FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +88,11 @@ class Route:
         """Whether all that is selected is one linear layer whose output are the logits themselves."""
         return self.factored and self.identity
 
-    def chunks(self, batch: Batch, *, classes: int, n_parameters: int) -> Iterator[Batch]:
+    def chunks(self, batch: Batch, device: torch.device, *, classes: int, n_parameters: int) -> Iterator[Batch]:
         """The batch in parts that keep what is made of them within a fixed number of bytes."""
-        size = _FACTORED_ROWS if self.factored else max(1, _JACOBIAN_BYTES // (8 * classes * n_parameters))
+        size = max(1, _JACOBIAN_BYTES // (8 * classes * n_parameters))
+        if self.factored:
+            size = _FACTORED_ROWS.get(device.type, 1024)
         for start in range(0, len(batch), size):
             yield batch.rows(start, min(start + size, len(batch)))
 

@@ -239,7 +239,8 @@ def accumulate(task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k 
     with plain_execution(network.device):
         for batch in stream:
             logits = []
-            for part in task.route.chunks(network.prepare(batch, checks), classes=classes, n_parameters=n):
+            whole = network.prepare(batch, checks)
+            for part in task.route.chunks(whole, network.device, classes=classes, n_parameters=n):
                 part_logits, derivative = differentiate(network, task.selection, task.route, part)
                 require_finite_logits(part_logits, checks)
                 total.add(part_logits, derivative)

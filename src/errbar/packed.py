@@ -13,6 +13,7 @@ The rows h_a ∘ h'_b are made a tile at a time, so that they are still in the c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -20,16 +21,25 @@ from torch import Tensor
 
 # Bytes of one tile of rows: half of a usual second-level cache; a GPU wants few large launches instead.
 _TILE_BYTES = {"cpu": 2**20, "cuda": 2**29}
-# Below so many samples a tile is made by one gather instead of one product for each a.
+# Below so many samples, and on a GPU, a tile is made by two gathers instead of one product for each a.
 _FEW_SAMPLES = 8
 
 
+@lru_cache(maxsize=64)
 def triangle(size: int, device: torch.device) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"]]:
     """Indices (a, b), a ≤ b, in the order in which symmetric matrices are packed."""
     a, b = torch.triu_indices(size, size, device=device)
     return a, b
 
 
+@lru_cache(maxsize=64)
+def _all_pairs(p: int, q: int, device: torch.device) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"]]:
+    """Indices (a, b), all of them, row by row."""
+    both = torch.arange(p * q, device=device)
+    return both // q, both % q
+
+
+@lru_cache(maxsize=64)
 def unpack_index(size: int, device: torch.device) -> Int[Tensor, "size size"]:
     """Where entry (a, b) of a symmetric matrix lies in its packed form."""
     a, b = triangle(size, device)
@@ -48,14 +58,13 @@ def product_rows(
     p, samples = left.shape
     q = other.shape[0]
     total = p * (p + 1) // 2 if symmetric else p * q
-    if samples <= _FEW_SAMPLES:
-        rows = (left[:, None] * other[None]).reshape(p * q, samples)
-        if symmetric:
-            first, second = triangle(p, left.device)
-            rows = rows.index_select(0, first * p + second)
-        yield 0, len(rows), rows
-        return
     limit = max(q, _TILE_BYTES.get(left.device.type, 2**20) // (samples * left.element_size()))
+    if samples <= _FEW_SAMPLES or left.device.type != "cpu":
+        first, second = triangle(p, left.device) if symmetric else _all_pairs(p, q, left.device)
+        for start in range(0, total, limit):
+            part = slice(start, min(start + limit, total))
+            yield part.start, part.stop, left.index_select(0, first[part]).mul_(other.index_select(0, second[part]))
+        return
     buffer = torch.empty(min(limit, total), samples, dtype=left.dtype, device=left.device)
     start = filled = 0
     for a in range(p):

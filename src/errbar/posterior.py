@@ -85,7 +85,8 @@ class Posterior:
         network.require_unchanged()
         checks = Checks(network.device)
         whole = network.prepare(input_batch(x), checks)
-        for part in task.route.chunks(whole, classes=task.n_classes, n_parameters=task.selection.n_parameters):
+        n = task.selection.n_parameters
+        for part in task.route.chunks(whole, network.device, classes=task.n_classes, n_parameters=n):
             mean, derivative = differentiate(network, task.selection, task.route, part)
             require_finite_logits(mean, checks)
             yield mean.to(network.dtype), derivative.to(task.dtype)

@@ -22,8 +22,9 @@ from errbar.errors import ArgumentError
 from errbar.memory import require_memory
 from errbar.modes import plain_execution
 
-# Samples of one block: they should stay in the cache between the passes that make a softmax of them.
-_BLOCK_BYTES = 2 * 2**20
+# Samples of one block: they should stay in the cache between the passes that make a softmax of them; a GPU wants few
+# large launches instead.
+_BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 
 
 class Sampler(Protocol):
@@ -280,7 +281,7 @@ def _over_blocks(sampler: Sampler, statistic: Callable[[Float[Tensor, "b M K"]],
 
 def _blocks(sampler: Sampler) -> Iterator[tuple[int, int]]:
     row_bytes = sampler.classes * sampler.samples * sampler.like.element_size()
-    size = max(1, _BLOCK_BYTES // row_bytes)
+    size = max(1, _BLOCK_BYTES.get(sampler.like.device.type, 2**21) // row_bytes)
     for start in range(0, sampler.rows, size):
         yield start, min(start + size, sampler.rows)
 

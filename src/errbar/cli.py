@@ -1,0 +1,72 @@
+"""The command line: `errbar COMMAND`. A command reads its options, calls the library, and prints.
+
+typer and rich are an extra. They are imported inside `application`, so that without them `errbar` says in one
+sentence what to install. (No `from __future__ import annotations` here: typer evaluates the annotations, and
+`typer` itself is known only inside the function.)
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from errbar.errors import ErrbarError, MissingExtraError
+
+if TYPE_CHECKING:
+    import typer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a mistake becomes one sentence on standard error and exit code 1."""
+    try:
+        application()(args=None if arguments is None else list(arguments), prog_name="errbar")
+    except ErrbarError as error:
+        sys.stderr.write(f"errbar: {error}\n")
+        sys.exit(1)
+
+
+def application() -> "typer.Typer":
+    """The commands, ready to run."""
+    try:
+        import rich  # noqa: F401 - only asked whether it is there; the commands print with it
+        import typer
+    except ImportError as missing:
+        raise MissingExtraError(
+            f"the command line needs {missing.name}, which is not installed: pip install 'errbar[cli]'."
+        ) from missing
+
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Error bars on the class probabilities of neural-network classifiers.",
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            import errbar
+
+            typer.echo(f"errbar {errbar.__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+        ] = False,
+    ) -> None:
+        """Options that need no command."""
+
+    @app.command()
+    def demo(
+        output: Annotated[
+            Path, typer.Option("--output", metavar="DIR", help="Folder for the figures; made if missing.")
+        ] = Path("demo-output"),
+        progress: Annotated[bool, typer.Option(help="Show how long it still takes.")] = True,
+    ) -> None:
+        """Train on scikit-learn's digits, compare seven methods, fuse, assess risk, and draw the figures."""
+        from errbar.demo import run
+
+        run(output, progress=progress)
+
+    return app

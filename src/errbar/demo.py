@@ -1,0 +1,398 @@
+"""The demo: scikit-learn's digits, the paper's six methods and ours, fusion, risk and figures, in a minute.
+
+Every part is a function from values to small frozen values; `run` calls them in order and prints. All numbers follow
+from `Settings`. What a method leaves open (prior, T, T_c) is fitted on the validation digits and never on the test
+digits; the sizes, epochs and frame disturbances were set by hand, with results in view; the seed is plain 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import errbar
+from errbar import metrics, plots
+from errbar._progress import track
+from errbar.errors import ArgumentError, MissingExtraError
+from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
+from errbar.experiments.networks import paper_network
+from errbar.experiments.training import seeded, train
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as missing:
+    raise MissingExtraError(
+        "The demo prints with rich, which is not installed: pip install 'errbar[demo]'."
+    ) from missing
+
+_NEXT = """[bold]What to try next[/]
+  your network      posterior = errbar.fit(model, train_loader, last_layers=2)
+  calibrated        posterior = errbar.calibrate(posterior, validation_loader)
+  with error bars   prediction = posterior.predict(x); prediction.std
+  with more data    posterior.update(batches)
+  and the paper's own Fisher information: errbar.fit(..., fisher="eta")"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo computes. It trains until every training digit is right: an over-confident network."""
+
+    train_size: int = 700
+    validation_size: int = 400
+    seed: int = 0
+    epochs: int = 40
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-4
+    batch_size: int = 32
+    members: int = 10
+    dropout: float = 0.2
+    dropout_samples: int = 50
+    priors: tuple[float, ...] = (0.1, 3.0, 100.0)
+    frames: int = 5
+    objects: int = 100
+    threshold: float = 0.05
+
+
+class Samples(NamedTuple):
+    """Images of 8 × 8 grey values in [0, 1], one a row, and their labels."""
+
+    x: Float[Tensor, "N 64"]
+    y: Int[Tensor, " N"]
+
+    def data(self) -> TensorDataset:
+        return TensorDataset(self.x, self.y)
+
+
+class Digits(NamedTuple):
+    """Digits to train on, to choose and calibrate on, and to report on."""
+
+    train: Samples
+    validation: Samples
+    test: Samples
+
+
+@dataclass(frozen=True)
+class Score:
+    """One row of a table. `fitted` says what was chosen on the validation digits; `ece` is a fraction."""
+
+    method: str
+    fitted: str
+    accuracy: float
+    log_likelihood: float
+    brier: float
+    ece: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The methods' scores and PMFs on the test digits; of the last one also the posterior and the logits."""
+
+    scores: tuple[Score, ...]
+    pmfs: dict[str, Float[Tensor, "N M"]]
+    posterior: errbar.Posterior
+    gaussian: errbar.LogitGaussian
+
+
+@dataclass(frozen=True)
+class ClassRisk:
+    """What is known about the probability f_m of one class m for one input."""
+
+    label: int
+    softmax: float
+    pmf: float
+    std: float
+    lower: float
+    upper: float
+    risk: float
+
+
+def load(settings: Settings) -> Digits:
+    """scikit-learn's 1797 digits, scaled to [0, 1], split with equal shares of each class."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as missing:
+        raise MissingExtraError(
+            "The demo needs the digits of scikit-learn, which is not installed: pip install 'errbar[demo]'."
+        ) from missing
+    images, labels = load_digits(return_X_y=True)
+    pixels, truth = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels).long()
+
+    parts, rest = [], range(len(labels))
+    for size in (settings.train_size, settings.validation_size):
+        rows, rest = train_test_split(rest, train_size=size, stratify=labels[rest], random_state=settings.seed)
+        parts.append(rows)
+    return Digits(*(Samples(pixels[rows], truth[rows]) for rows in (*parts, rest)))
+
+
+def train_network(samples: Samples, settings: Settings, *, seed: int, dropout: float = 0.0) -> nn.Module:
+    """The five-layer network 64–256–150–100–40–10, trained on `samples` from `seed`.
+
+    In float64: training amplifies rounding, and in float32 the result would depend on the number of threads.
+    """
+    with seeded(seed, samples.x.device):  # a new network draws weights, from the global generator
+        network = paper_network(samples.x.shape[1], dropout=dropout)
+    trained = train(
+        network.double(),
+        samples.x.double(),
+        samples.y,
+        epochs=settings.epochs,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        batch_size=settings.batch_size,
+        seed=seed,
+    )
+    return trained.float()
+
+
+def score(method: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], fitted: str = "") -> Score:
+    """The four measures of the paper's Table 1."""
+    measures = (metrics.accuracy, metrics.log_likelihood, metrics.brier, metrics.ece)
+    return Score(method, fitted, *(measure(pmf, labels) for measure in measures))
+
+
+def choose_posteriors(
+    network: nn.Module, digits: Digits, settings: Settings, *, progress: bool = False
+) -> tuple[errbar.Posterior, errbar.Posterior, errbar.Posterior]:
+    """Methods (v) and (vi), with the paper's Fisher, and (vii), each with the best of the priors."""
+    if not settings.priors:
+        raise ArgumentError("Settings.priors is empty; expected at least one prior precision.")
+    x, y = digits.validation
+    data = digits.validation.data()
+    eta, ggn = (errbar.collect(network, digits.train.data(), last_layers=2, fisher=kind) for kind in ("eta", "ggn"))
+    best: dict[int, tuple[float, errbar.Posterior]] = {}
+    # One prior after the other, keeping only the best: a covariance of 4450 parameters takes 160 MB.
+    for precision in track(settings.priors, "Fitting and calibrating", enabled=progress):
+        prior = errbar.Prior(precision)
+        paper, exact = errbar.condition(eta, prior), errbar.condition(ggn, prior)
+        scaled = errbar.calibrate(paper, data, fit=("covariance_scale",))
+        both = errbar.calibrate(exact, data)
+        gaussian = paper.logits(x)
+        rescaled = gaussian.scaled(scaled.covariance_scale)
+        candidates = ((paper, gaussian), (scaled, rescaled), (both, both.logits(x)))
+        for method, (posterior, logits) in enumerate(candidates):
+            nll = metrics.nll(logits.predict().pmf, y)
+            if method not in best or nll < best[method][0]:
+                best[method] = nll, posterior
+    return best[0][1], best[1][1], best[2][1]
+
+
+def compare(digits: Digits, settings: Settings, *, progress: bool = False) -> Comparison:
+    """The paper's methods (i) to (vi), and (vii): the exact Fisher information with both T and T_c."""
+    x, y = digits.test
+    jobs = [(settings.seed + number, 0.0) for number in range(settings.members)] + [(settings.seed, settings.dropout)]
+    *members, with_dropout = [
+        train_network(digits.train, settings, seed=seed, dropout=dropout)
+        for seed, dropout in track(jobs, f"Training {len(jobs)} networks", enabled=progress)
+    ]
+    network = members[0]
+    by_dropout = dropout_pmf(with_dropout, x, samples=settings.dropout_samples, seed=settings.seed)
+    proposed, scaled, both = choose_posteriors(network, digits, settings, progress=progress)
+    certain = both.with_calibration(temperature=1.0, covariance_scale=0.0)
+    tempered = errbar.calibrate(certain, digits.validation.data(), fit=("temperature",))
+    gaussian = both.logits(x)
+
+    prior, T, T_c = "λ {0.prior.precision:g}", "T {0.temperature:.2f}", "T_c {0.covariance_scale:.2g}"
+    rows: dict[str, tuple[Tensor, str]] = {
+        "(i) standard": (softmax_pmf(network, x), ""),
+        "(ii) temp. scaling": (softmax_pmf(network, x, tempered.temperature), T.format(tempered)),
+        f"(iii) ensemble of {settings.members}": (ensemble_pmf(members, x), ""),
+        "(iv) MC dropout": (by_dropout, ""),
+        "(v) proposed": (proposed.predict(x).pmf, prior.format(proposed)),
+        "(vi) proposed, T_c": (scaled.predict(x).pmf, f"{prior}  {T_c}".format(scaled)),
+        "(vii) ggn, T and T_c": (gaussian.predict().pmf, f"{prior}  {T}  {T_c}".format(both)),
+    }
+    scores = tuple(score(method, pmf, y, note) for method, (pmf, note) in rows.items())
+    return Comparison(scores, {method: pmf for method, (pmf, _) in rows.items()}, both, gaussian)
+
+
+def fuse_classifiers(
+    digits: Digits, prior: errbar.Prior, settings: Settings, *, progress: bool = False
+) -> tuple[Score, ...]:
+    """Two classifiers that share no training digit, for the sake of independence, and their fusion."""
+    x, y = digits.test
+    gaussians = []
+    for part in track((0, 1), "Two more classifiers", enabled=progress):
+        half = Samples(digits.train.x[part::2], digits.train.y[part::2])
+        network = train_network(half, settings, seed=settings.seed + part)
+        posterior = errbar.fit(network, half.data(), last_layers=2, prior=prior)
+        gaussians.append(errbar.calibrate(posterior, digits.validation.data()).logits(x))
+    pmfs = [gaussian.predict().pmf for gaussian in gaussians]
+    return (
+        score("classifier A", pmfs[0], y),
+        score("classifier B", pmfs[1], y),
+        score("mean of their PMFs", torch.stack(pmfs).mean(0), y),
+        score("fused", errbar.fuse(gaussians).predict().pmf, y),
+    )
+
+
+def make_frames(x: Float[Tensor, "N 64"], frames: int, seed: int) -> Float[Tensor, "N C 64"]:
+    """Each image seen `frames` times: turned by σ = 5°, shifted by σ = 0.3 pixels, with noise of σ = 0.05."""
+    count = len(x) * frames
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randn(count, 3, generator=generator)
+    angle = torch.deg2rad(5.0 * draws[:, 0])
+    shift = 0.3 / 4 * draws[:, 1:]  # affine_grid measures in half widths of the image, 4 pixels
+    rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], dim=1).reshape(count, 2, 2)
+    motion = torch.cat([rotation, shift[:, :, None]], dim=2)
+    grid = nn.functional.affine_grid(motion, [count, 1, 8, 8], align_corners=False)
+    images = x.repeat_interleave(frames, dim=0).reshape(count, 1, 8, 8)
+    moved = nn.functional.grid_sample(images, grid, align_corners=False)
+    noise = 0.05 * torch.randn(moved.shape, generator=generator)
+    return (moved + noise).clamp(0, 1).reshape(len(x), frames, 64)
+
+
+def fuse_digit_frames(
+    posterior: errbar.Posterior, test: Samples, settings: Settings, *, progress: bool = False
+) -> tuple[Score, ...]:
+    """Several frames of each digit, fused as if independent, and with the covariance R between them."""
+    x, y = test.x[: settings.objects], test.y[: settings.objects]
+    frames = make_frames(x, settings.frames, settings.seed)
+    each = [posterior.logits(frames[:, number]) for number in range(settings.frames)]
+    single = [gaussian.predict().pmf for gaussian in each]
+    fused = [
+        errbar.fuse_frames(posterior.joint_logits(group)).predict().pmf
+        for group in track(frames, f"Fusing {settings.frames} frames of each digit", enabled=progress)
+    ]
+    return (
+        score("one frame", single[0], y),
+        score("mean of the PMFs", torch.stack(single).mean(0), y),
+        score("fused as if independent", errbar.fuse(each).predict().pmf, y),
+        score("fused with covariance R", torch.cat(fused), y),
+    )
+
+
+def most_ambiguous(pmf: Float[Tensor, "N M"]) -> int:
+    """The input whose two most probable classes lie closest together."""
+    first, second = pmf.topk(2).values.unbind(1)
+    return int((first - second).argmin())
+
+
+def assess_risk(posterior: errbar.Posterior, x: Float[Tensor, "1 64"], threshold: float) -> tuple[ClassRisk, ...]:
+    """PMF, error bars and Pr{f_m > threshold} of each class for one input."""
+    prediction = posterior.predict(x)
+    lower, upper = prediction.interval(0.95)
+    softmax, risk = softmax_pmf(posterior.model, x), prediction.risk(threshold)
+    columns = (softmax, prediction.pmf, prediction.std, lower, upper, risk)
+    rows = torch.stack([column[0] for column in columns], dim=1).tolist()
+    return tuple(ClassRisk(label, *row) for label, row in enumerate(rows))
+
+
+def figure_one_digits(gaussian: errbar.LogitGaussian, pmf: Float[Tensor, "N M"]) -> tuple[int, int, int]:
+    """A sure digit, then two ambiguous ones with similar PMFs: the first with the more uncertain logits.
+
+    Ambiguous: confidence below 0.7. Similar: the sorted PMFs differ by at most 0.05 in total variation. Of
+    all such pairs the one with the largest ratio of σ of g_i − g_j, i and j the two best classes of each;
+    without any such pair, the most similar one.
+    """
+    confidence = pmf.amax(1)
+    i, j = pmf.topk(2).indices.unbind(1)
+    rows, P = torch.arange(len(pmf)), gaussian.covariance
+    sigma = (P[rows, i, i] + P[rows, j, j] - 2 * P[rows, i, j]).clamp_min(1e-12).sqrt()
+    ambiguous = (confidence < 0.7).nonzero()[:, 0]
+    if len(ambiguous) < 2:
+        ambiguous = confidence.argsort()[:2]
+    profile = pmf[ambiguous].sort(descending=True).values
+    distance = (profile[:, None] - profile[None]).abs().sum(-1) / 2 + torch.eye(len(ambiguous))
+    allowed = distance <= max(0.05, float(distance.min()))
+    ratio = sigma[ambiguous][:, None] / sigma[ambiguous][None]
+    uncertain, certain = divmod(int(torch.where(allowed, ratio, 0.0).argmax()), len(ambiguous))
+    return int(confidence.argmax()), int(ambiguous[uncertain]), int(ambiguous[certain])
+
+
+def draw(comparison: Comparison, test: Samples, output: Path) -> tuple[Path, Path]:
+    """The reliability diagrams of all methods, and the paper's first figure, as PNG files in `output`."""
+    reliability, figure_one = output / "reliability.png", output / "figure-one.png"
+    diagrams = {method.replace("T_c", "$T_c$").replace(" T ", " $T$ "): pmf for method, pmf in comparison.pmfs.items()}
+    plots.reliability_grid(diagrams, test.y).savefig(reliability, dpi=160)
+    everything = comparison.gaussian
+    chosen = list(figure_one_digits(everything, everything.predict().pmf))
+    gaussian = errbar.LogitGaussian(everything.mean[chosen], everything.covariance[chosen])
+    images = test.x[chosen].reshape(-1, 8, 8)
+    titles = [f"labelled {label}" for label in test.y[chosen].tolist()]
+    plots.figure_one(images, gaussian, gaussian.predict(), titles=titles).savefig(figure_one, dpi=160)
+    return reliability, figure_one
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge, table.padding = False, (0, 1, 0, 0)  # narrow enough for 80 columns
+    return table
+
+
+def score_table(title: str, scores: Sequence[Score]) -> Table:
+    """One row a method; the best of each column in bold."""
+    table = _table(title)
+    table.add_column("method", no_wrap=True)
+    for heading in ("acc. ↑", "Σ ln f ↑", "Brier ↓", "ECE ↓"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    with_fitted = any(row.fitted for row in scores)
+    if with_fitted:
+        table.add_column("fitted", no_wrap=True)
+    values = [(row.accuracy, row.log_likelihood, -row.brier, -row.ece) for row in scores]
+    best = [max(column) for column in zip(*values, strict=True)]
+    for row, numbers in zip(scores, values, strict=True):
+        texts = (f"{row.accuracy:.1%}", f"{row.log_likelihood:.1f}", f"{row.brier:.4f}", f"{row.ece:.2%}")
+        cells = [
+            f"[bold green]{text}[/]" if number == top else text
+            for text, number, top in zip(texts, numbers, best, strict=True)
+        ]
+        table.add_row(row.method, *cells, *([row.fitted] if with_fitted else []))
+    return table
+
+
+def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Table:
+    """One row a class; classes that can be ruled out are dim."""
+    table = _table(title)
+    for heading in ("class", "softmax", "PMF", "std", "95 % interval", f"Pr{{f > {threshold:g}}}"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in risks:
+        cells = [f"{value:.3f}" for value in (row.softmax, row.pmf, row.std, row.risk)]
+        cells.insert(3, f"{row.lower:.3f} – {row.upper:.3f}")
+        table.add_row(str(row.label), *cells, style="dim" if row.risk < 0.01 else "")
+    return table
+
+
+def run(output: Path, progress: bool = True, settings: Settings | None = None) -> None:
+    """Everything, printed as it comes; figures as PNG files in `output`."""
+    settings = Settings() if settings is None else settings
+    if output.exists() and not output.is_dir():
+        raise ArgumentError(f"The output {output} is a file; expected a folder for the figures.")
+    output.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False)
+    digits = load(settings)
+    train_size, validation_size, test_size = (len(part.y) for part in digits)
+    console.print(
+        f"Handwritten digits of 8 × 8 pixels: {train_size} to train on, {validation_size} to calibrate on, "
+        f"{test_size} to test on.\nA network of five layers (64–256–150–100–40–10), {settings.epochs} epochs; "
+        "the covariance is that of the 4450 parameters of its last two layers.\n"
+    )
+    comparison = compare(digits, settings, progress=progress)
+    posterior = comparison.posterior
+    console.print(score_table("Seven ways to a PMF, on the test digits", comparison.scores))
+    console.print(
+        "Fitted by NLL on the validation digits: prior precision λ out of "
+        f"{', '.join(f'{precision:g}' for precision in settings.priors)}; temperature T; covariance scale T_c.\n"
+    )
+    pair = fuse_classifiers(digits, posterior.prior, settings, progress=progress)
+    console.print(score_table("Two classifiers, one half of the digits each", pair), "")
+    frames = fuse_digit_frames(posterior, digits.test, settings, progress=progress)
+    title = f"{settings.frames} noisy frames of each of {min(settings.objects, test_size)} test digits"
+    console.print(score_table(title, frames))
+    console.print("R holds what the frames share, the parameters; the noise of a frame of its own is not in it.\n")
+    index = most_ambiguous(comparison.gaussian.predict().pmf)
+    risks = assess_risk(posterior, digits.test.x[index : index + 1], settings.threshold)
+    title = f"The most ambiguous test digit, number {index}, labelled {int(digits.test.y[index])}"
+    console.print(risk_table(title, risks, settings.threshold), "")
+    for path in draw(comparison, digits.test, output):
+        console.print(f"Drawn: {path}")
+    console.print("", _NEXT, sep="\n")

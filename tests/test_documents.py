@@ -1,0 +1,52 @@
+"""The documents keep their word: the example runs, and the functions and tests that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+SOURCES = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        names: dict[str, object] = {}
+        exec(compile(example, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert printed.count("tensor(") == 5
+    assert "nan" not in printed
+
+
+def test_every_test_that_the_equations_name_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "equations.md").read_text()))
+    assert len(named) > 20
+    assert sorted(name for name in named if f"def {name}(" not in TESTS) == []
+    files = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "docs" / "equations.md").read_text()))
+    assert sorted(name for name in files if not (ROOT / "tests" / name).exists()) == []
+
+
+@pytest.mark.parametrize("document", ["equations.md", "notation.md"])
+def test_every_function_that_a_document_names_exists(document: str) -> None:
+    text = (ROOT / "docs" / document).read_text()
+    names = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)}
+    ignored = {"py", "eta", "ggn"}
+    missing = [
+        name
+        for name in sorted(names - ignored)
+        if not name.startswith("test_") and not re.search(rf"\b{re.escape(name)}\b", SOURCES)
+    ]
+    assert missing == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name} links to {target}"

@@ -1,0 +1,208 @@
+"""Figures show the numbers they are given."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import same_color
+from matplotlib.figure import Figure
+from matplotlib.patches import Ellipse, Rectangle
+from torch import Tensor
+
+from errbar import LogitGaussian, metrics, plots
+from errbar.errors import ArgumentError, MissingExtraError
+
+
+@pytest.fixture
+def gaussian() -> LogitGaussian:
+    root = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mean = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return LogitGaussian(mean, root @ root.mT)
+
+
+def _axes() -> Axes:
+    return Figure().subplots()
+
+
+def _pmf_and_labels() -> tuple[Tensor, Tensor]:
+    confidence = torch.tensor([0.95, 0.95, 0.95, 0.95, 0.65, 0.65], dtype=torch.float64)
+    pmf = torch.stack([confidence, 1 - confidence], dim=1)
+    return pmf, torch.tensor([0, 0, 0, 1, 0, 0])
+
+
+def test_reliability_bars_end_at_the_accuracy_and_the_confidence() -> None:
+    pmf, labels = _pmf_and_labels()
+    ax = plots.reliability(pmf, labels)
+    spans = [
+        (bar.get_x(), bar.get_y(), bar.get_y() + bar.get_height()) for bar in ax.patches if isinstance(bar, Rectangle)
+    ]
+    # Two of two right at confidence 0.65: under-confident. Three of four at 0.95: over-confident.
+    expected = [(0.6, 0.0, 0.65), (0.6, 0.65, 1.0), (0.9, 0.0, 0.75), (0.9, 0.75, 0.95)]
+    assert len(spans) == len(expected)
+    for span, wanted in zip(spans, expected, strict=True):
+        assert span == pytest.approx(wanted)
+    hatched = [bool(bar.get_hatch()) for bar in ax.patches]
+    assert hatched == [False, False, False, True]
+
+
+def test_reliability_says_its_ece() -> None:
+    pmf, labels = _pmf_and_labels()
+    texts = [text.get_text() for text in plots.reliability(pmf, labels, bins=5).texts]
+    assert texts == [f"ECE {100 * metrics.ece(pmf, labels, bins=5):.1f} %"]
+
+
+def test_reliability_draws_where_it_is_told_to() -> None:
+    pmf, labels = _pmf_and_labels()
+    ax = _axes()
+    assert plots.reliability(pmf, labels, ax=ax, title="a title") is ax
+    titles = [child.get_title() for child in ax.child_axes]
+    assert titles == ["a title"]
+
+
+@pytest.mark.parametrize("methods", [1, 3, 4, 5])
+def test_a_grid_holds_every_method_and_one_key(methods: int) -> None:
+    pmf, labels = _pmf_and_labels()
+    figure = plots.reliability_grid({f"method {number}": pmf for number in range(methods)}, labels, columns=4)
+    titles = [child.get_title() for ax in figure.axes for child in ax.child_axes]
+    assert titles == [f"method {number}" for number in range(methods)]
+    keys = [*figure.legends, *(ax.get_legend() for ax in figure.axes if ax.get_legend() is not None)]
+    assert len(keys) == 1
+    figure.draw_without_rendering()
+
+
+def test_a_grid_of_nothing_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="nothing to draw"):
+        plots.reliability_grid({}, torch.tensor([0]))
+
+
+def test_pmf_bars_and_error_bars_are_those_of_the_prediction(gaussian: LogitGaussian) -> None:
+    prediction = gaussian.predict()
+    ax = plots.pmf(prediction, 1, level=0.8)
+    heights = [bar.get_height() for bar in ax.patches if isinstance(bar, Rectangle)]
+    assert heights == pytest.approx(prediction.pmf[1].tolist())
+    lower, upper = prediction.interval(0.8)
+    lines = next(c for c in ax.collections if isinstance(c, LineCollection))
+    segments = [tuple(segment[:, 1]) for segment in lines.get_segments()]
+    for segment, low, high in zip(segments, lower[1].tolist(), upper[1].tolist(), strict=True):
+        assert segment == pytest.approx((low, high))
+
+
+def test_pmf_highlights_two_classes(gaussian: LogitGaussian) -> None:
+    ax = plots.pmf(gaussian.predict(), 0, highlight=(2, 0), names=("a", "b", "c", "d"))
+    colours = [bar.get_facecolor() for bar in ax.patches if isinstance(bar, Rectangle)]
+    for colour, wanted in zip(colours, (plots.ORANGE, plots.GREY, plots.BLUE, plots.GREY), strict=True):
+        assert same_color(colour, wanted)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b", "c", "d"]
+
+
+def test_a_mean_outside_its_own_interval_can_be_drawn() -> None:
+    # 0.5 % of the samples make all of the mean of f_1, so a 95 % interval ends below it.
+    skewed = LogitGaussian(torch.tensor([[0.0, -75.0]]), torch.tensor([[[0.0, 0.0], [0.0, 900.0]]]))
+    prediction = skewed.predict()
+    assert prediction.pmf[0, 1] > prediction.interval()[1][0, 1]
+    plots.pmf(prediction).figure.draw_without_rendering()
+
+
+def _ellipses(ax: Axes) -> list[Ellipse]:
+    return [patch for patch in ax.patches if isinstance(patch, Ellipse)]
+
+
+def _covariance(ellipse: Ellipse, sigma: float) -> Tensor:
+    angle = math.radians(ellipse.angle)
+    rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    variances = torch.tensor([ellipse.width, ellipse.height]).div(2 * sigma).square()
+    return (rotation * variances) @ rotation.T
+
+
+def test_ellipses_are_those_of_the_centred_covariance(gaussian: LogitGaussian) -> None:
+    ax = plots.logit_ellipse(gaussian, 1, classes=(3, 0))
+    centred = gaussian.centered()
+    expected = centred.covariance[1][[3, 0]][:, [3, 0]].float()
+    for sigma, ellipse in zip((1, 2), _ellipses(ax), strict=True):
+        torch.testing.assert_close(_covariance(ellipse, sigma), expected)
+        assert ellipse.center == pytest.approx(centred.mean[1, [3, 0]].tolist())
+
+
+def test_a_common_shift_of_the_logits_changes_no_ellipse(gaussian: LogitGaussian) -> None:
+    shifted = LogitGaussian(gaussian.mean + 7.0, gaussian.covariance + 1e4)
+    for row in range(3):
+        one, other = (_ellipses(plots.logit_ellipse(g, row, classes=(0, 1)))[0] for g in (gaussian, shifted))
+        assert one.center == pytest.approx(other.center)
+        torch.testing.assert_close(_covariance(one, 1), _covariance(other, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_samples_follow_the_gaussian_and_are_coloured_by_their_side(gaussian: LogitGaussian) -> None:
+    count = 4000
+    ax = plots.logit_ellipse(gaussian, 2, classes=(0, 1), samples=count)
+    points = torch.as_tensor(ax.collections[0].get_offsets().data)
+    centred = gaussian.centered()
+    mean, covariance = centred.mean[2, :2], centred.covariance[2, :2, :2]
+    spread = covariance.diagonal().sqrt()
+    assert ((points.mean(0) - mean).abs() < 4 * spread / count**0.5).all()
+    # Var of a sample covariance of Gaussians: (P_ii P_jj + P_ij²)/K.
+    error = ((spread[:, None] * spread).square() + covariance.square()).div(count).sqrt()
+    assert ((points.T.cov() - covariance).abs() < 4 * error).all()
+    for (first, second), colour in zip(points[:50].tolist(), ax.collections[0].get_facecolor()[:50], strict=True):
+        assert same_color(colour[:3], plots.BLUE if first > second else plots.ORANGE)
+
+
+def test_a_certain_input_can_be_drawn() -> None:
+    certain = LogitGaussian(torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2, 2))
+    plots.logit_ellipse(certain, classes=(0, 1)).figure.draw_without_rendering()
+
+
+def test_figure_one_has_a_row_for_each_input_and_one_scale_for_all_ellipses(gaussian: LogitGaussian) -> None:
+    prediction = gaussian.predict()
+    figure = plots.figure_one(torch.rand(3, 8, 8), gaussian, prediction, titles=("a", "b", "c"))
+    assert len(figure.axes) == 9
+    planes, bars = figure.axes[1::3], figure.axes[2::3]
+    assert len({(*ax.get_xlim(), *ax.get_ylim()) for ax in planes}) == 1
+    for row, (plane, bar) in enumerate(zip(planes, bars, strict=True)):
+        i, j = prediction.pmf[row].topk(2).indices.tolist()
+        assert f"{{{i}}}" in plane.get_xlabel()
+        assert f"{{{j}}}" in plane.get_ylabel()
+        heights = [patch.get_height() for patch in bar.patches if isinstance(patch, Rectangle)]
+        assert heights == pytest.approx(prediction.pmf[row].tolist())
+
+
+def test_figure_one_refuses_what_does_not_belong_together(gaussian: LogitGaussian) -> None:
+    with pytest.raises(ArgumentError, match="got 2, 3 and 3"):
+        plots.figure_one(torch.rand(2, 8, 8), gaussian, gaussian.predict())
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_an_input_that_is_not_there_is_refused(index: int, gaussian: LogitGaussian) -> None:
+    with pytest.raises(ArgumentError, match=r"lies in 0 … 2; got"):
+        plots.logit_ellipse(gaussian, index, classes=(0, 1))
+    with pytest.raises(ArgumentError, match=r"lies in 0 … 2; got"):
+        plots.pmf(gaussian.predict(), index)
+
+
+def test_without_matplotlib_the_figures_say_what_to_install(
+    gaussian: LogitGaussian, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (
+        lambda: plots.reliability(*_pmf_and_labels()),
+        lambda: plots.reliability_grid({"a": _pmf_and_labels()[0]}, _pmf_and_labels()[1]),
+        lambda: plots.pmf(gaussian.predict()),
+        lambda: plots.logit_ellipse(gaussian, classes=(0, 1)),
+        lambda: plots.figure_one(torch.rand(3, 8, 8), gaussian, gaussian.predict()),
+    ):
+        with pytest.raises(MissingExtraError, match=r"pip install 'errbar\[plots\]'"):
+            draw()
+
+
+def test_figures_never_touch_pyplot() -> None:
+    program = (
+        "import sys, torch; from errbar import plots; assert 'matplotlib' not in sys.modules; "
+        "plots.reliability(torch.tensor([[0.9, 0.1]]), torch.tensor([0])); "
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
