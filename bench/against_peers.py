@@ -54,26 +54,32 @@ def exact(name: str, widths: list[int], *, subset: str, count: int, repetitions:
     backend = peers.backends()[best["backend"]]
 
     def fit_peer() -> Any:
-        made = peers.fitted(model, x, y, subset=subset, structure="full", backend=backend, batch=best["batch"])
-        return made.posterior_scale  # the factorisation, which it puts off
+        return peers.fitted(model, x, y, subset=subset, structure="full", backend=backend, batch=best["batch"])
 
-    def fit_ours(precision: str | None = None) -> errbar.Posterior:
-        return errbar.fit(model, batches, last_layers=last, prior=errbar.Prior(PRIOR), precision=precision)
+    def collect(precision: str | None = None) -> errbar.Information:
+        return errbar.collect(model, batches, last_layers=last, precision=precision)
 
     seconds = alternate(
-        {"peer": fit_peer, "errbar": fit_ours, "errbar float64": lambda: fit_ours("float64")}, repetitions
+        {"peer": fit_peer, "errbar": collect, "errbar float64": lambda: collect("float64")}, repetitions
     )
-    posterior, accurate = fit_ours(), fit_ours("float64")
-    peer = peers.fitted(model, x, y, subset=subset, structure="full", backend=backend, batch=best["batch"])
-    covariance = peer.posterior_covariance.double()
-    agreement = difference(accurate.covariance(), covariance) / float(covariance.abs().max())
-    rows = [
-        _row(f"{name} fit", "microseconds a sample", seconds, count, "peer", ours, note)
-        for ours, note in (
-            ("errbar", f"{best['backend']}, batch {best['batch']}"),
-            ("errbar float64", f"covariances differ by {agreement:.1e} of the largest entry"),
-        )
-    ]
+    note = f"{best['backend']}, batch {best['batch']}; the pass over {count} samples"
+    unit = "microseconds a sample"
+    rows = [_row(f"{name} fit", unit, seconds, count, "peer", ours, note) for ours in ("errbar", "errbar float64")]
+    peer, information = fit_peer(), collect("float64")
+    factorise = alternate(
+        {
+            "peer": lambda: peers.factorised(peer),
+            "errbar": lambda: errbar.condition(information, errbar.Prior(PRIOR)),
+        }
+    )
+    rows.append(_row(f"{name} factorisation", "microseconds in all", factorise, 1, "peer", "errbar", "once a fit"))
+    posterior = errbar.condition(collect(), errbar.Prior(PRIOR))
+    accurate = errbar.condition(information, errbar.Prior(PRIOR))
+    theirs = peer.posterior_covariance.double()
+    scale = float(theirs.abs().max())
+    for label, ours in (("float32", posterior), ("float64", accurate)):
+        relative = difference(ours.covariance(), theirs) / scale
+        rows.append({"case": f"{name} covariance", "unit": "largest difference", "errbar": relative, "note": label})
     d, p = (widths[-1], widths[-2] + 1) if last == 1 else (widths[1], widths[0] + 1)
     for label, dtype in (("errbar", torch.float32), ("errbar float64", torch.float64)):
         used = fit_flops(widths[-last - 1 :]) * count / _collect_seconds(model, batches, last, dtype)

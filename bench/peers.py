@@ -50,6 +50,12 @@ def fitted(model: nn.Module, x: Tensor, y: Tensor, *, subset: str, structure: st
     return approximation
 
 
+def factorised(approximation: Any) -> Tensor:
+    """The factorisation of the posterior precision, which it puts off until it is needed and then keeps."""
+    approximation._posterior_scale = None
+    return approximation.posterior_scale
+
+
 def predict(approximation: Any, x: Tensor, batch: int, samples: int) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ def _measured(widths: list[int], count: int, **options: Any) -> dict[str, float]
     posterior = errbar.condition(information, errbar.Prior(6.0))
     inputs = x[:512]
     posterior.predict(inputs)
-    repetitions = 5 if information.n_parameters < 8000 else 2
+    repetitions = 5 if information.n_parameters < 6000 else 1 if information.n_parameters > 15000 else 2
     seconds = alternate(
         {
             "collect": collect,
@@ -76,7 +76,8 @@ def recursion(widths: list[int], count: int) -> float:
 
 def main() -> None:
     rows = [_measured([100, 40, 10], count) for count in (1000, 4000, 16000, 60000)]
-    rows += [_measured([width, 40, 10], 4096) for width in (10, 30, 240, 480)]
+    rows += [_measured([width, 40, 10], 4096) for width in (4, 30, 240)]
+    rows += [_measured([480, 40, 10], 2048)]
     rows += [_measured([60, classes], 4096) for classes in (2, 10, 50, 150)]
     rows += [_measured([128, 1000], 4096, fisher="eta")]
     rows += [_measured([100, 40, 10], 8192, batch=batch) for batch in (16, 64, 4096)]

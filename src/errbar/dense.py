@@ -22,7 +22,7 @@ from errbar.logits import LogitGaussian
 from errbar.memory import require_memory
 
 # Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
-_STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
+_STAGED_SAMPLES = {"cpu": 2048, "cuda": 16384}
 _STAGED_BYTES = 2**28
 
 

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Bytes of one tile of rows: half of a usual second-level cache; a GPU wants few large launches instead.
-_TILE_BYTES = {"cpu": 2**20, "cuda": 2**29}
+# Bytes of one tile of rows: they should stay in the cache until they are multiplied; a GPU wants few large launches.
+_TILE_BYTES = {"cpu": 2**22, "cuda": 2**29}
 # Below so many samples, and on a GPU, a tile is made by two gathers instead of one product for each a.
 _FEW_SAMPLES = 8
 
