@@ -229,9 +229,9 @@ def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str
 
 def main() -> None:
     rows = many_classes(128, 3100, with_peer=False)
-    rows += exact("paper 100→40→10", [100, 40, 10], subset="all", count=8192, repetitions=5)
-    rows += exact("last layer 512→10", [512, 10], subset="last_layer", count=4096, repetitions=5)
-    rows += against_kron([512, 10], count=4096)
+    rows += exact("paper 100→40→10", [100, 40, 10], subset="all", count=16384, repetitions=5)
+    rows += exact("last layer 512→10", [512, 10], subset="last_layer", count=8192, repetitions=5)
+    rows += against_kron([512, 10], count=8192)
     rows += many_classes(128, 1000, with_peer=True)
     show("Against laplace-torch", rows)
     save("against_peers", rows, samples=SAMPLES, prior=PRIOR)
