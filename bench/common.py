@@ -22,7 +22,10 @@ PRIOR = 6.0
 
 
 def head(widths: list[int], seed: int = 0) -> nn.Sequential:
-    """Linear layers with ReLU between them, from an explicit seed."""
+    """Linear layers with ReLU between them, from an explicit seed; a last layer alone gets a ReLU before it.
+
+    The features are zero or more, so that this one changes nothing; laplace-torch wants more than one module.
+    """
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
@@ -31,7 +34,7 @@ def head(widths: list[int], seed: int = 0) -> nn.Sequential:
             for parameter in linear.parameters():
                 parameter.copy_((torch.rand(parameter.shape, generator=generator) * 2 - 1) / inputs**0.5)
         layers += [linear, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*([nn.ReLU()] if len(widths) == 2 else []), *layers[:-1])
 
 
 def features(count: int, width: int, classes: int, seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -205,7 +205,7 @@ def test_information_adds_up_in_any_order(seed: int, fisher: str) -> None:
         for rows in (range(5), range(5, 12), range(12, 24))
     )
     whole = errbar.collect(p.model, [p.batch], last_layers=2, fisher=fisher)
-    for total in ((a + b) + c, a + (b + c), c + b + a):
+    for total in ((a + b) + c, a + (b + c), c + b + a, sum([a, b, c])):
         assert_close(total.dense(), whole.dense(), 1e-13)
         assert total.n_samples == whole.n_samples
     assert_close(((a + b) - b).dense(), a.dense(), 1e-12)

@@ -113,7 +113,7 @@ def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: 
     means, roots, labels = [], [], []
     stream = track(batches(data, unpack), "Calibrating", total=count_batches(data), enabled=progress)
     for batch in stream:
-        gaussian = plain.logits(batch)
+        gaussian = plain.accurate_logits(batch)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))

@@ -21,8 +21,11 @@ from errbar.fisher import Fisher, fisher_matrix, fisher_root
 from errbar.logits import LogitGaussian
 from errbar.memory import require_memory
 
+# Two layers, and whether the block is of one term with itself, and so symmetric.
+BlockKey = tuple[LinearLayer, LinearLayer, bool]
+
 # Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
-_STAGED_SAMPLES = {"cpu": 2048, "cuda": 16384}
+_STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
 _STAGED_BYTES = 2**28
 
 
@@ -85,7 +88,8 @@ class DenseAccumulator:
         self.dtype = dtype
         self.device = device
         self.matrix: Float[Tensor, "n n"] | None = None
-        self.blocks: dict[tuple[LinearLayer, LinearLayer, bool], Float[Tensor, "rows k"]] = {}
+        self.blocks: dict[BlockKey, Float[Tensor, "rows k"]] = {}
+        self.contrasted: set[LinearLayer] = set()
         self.staged: list[tuple[Float[Tensor, "B M M"], tuple[Factor, ...]]] = []
         self.staged_samples = 0
 
@@ -104,7 +108,7 @@ class DenseAccumulator:
         if self.staged:
             self._flush()
         total = self._zeros() if self.matrix is None else self.matrix
-        _add_blocks(total, self.blocks)
+        _add_blocks(total, {key: self._in_logits(key, block) for key, block in self.blocks.items()})
         return DenseSum(total)
 
     def _zeros(self) -> Float[Tensor, "n n"]:
@@ -126,18 +130,37 @@ class DenseAccumulator:
         most = _STAGED_SAMPLES.get(self.device.type, 4096)
         return max(1, min(most, _STAGED_BYTES // (floats * weights.element_size())))
 
+    def _contrasts(self, classes: int) -> Float[Tensor, "M M-1"] | None:
+        """E with Λ = E (EᵀΛE) Eᵀ, as Λ1 = 0: a layer that returns the logits needs M−1 of M rows. Not for `eta`."""
+        return _linalg.contrast_basis(classes, self.device).to(self.dtype) if self.fisher == "ggn" else None
+
+    def _in_logits(self, key: BlockKey, block: Float[Tensor, "rows m"]) -> Float[Tensor, "rows k"]:
+        """A block without its padding, and in logits where it was summed in contrasts."""
+        first, second, symmetric = key
+        basis = {
+            layer: _linalg.contrast_basis(layer.outputs, self.device) if layer in self.contrasted else None
+            for layer in (first, second)
+        }
+        return packed.expanded(block, basis[first], basis[second], first.outputs, second.outputs, symmetric=symmetric)
+
     def _flush(self) -> None:
         """Block (l, l') += Σ_n (V_lᵀ Λ V_l') ⊗ h_l h_l'ᵀ for all pairs of terms."""
         weights = torch.cat([part for part, _ in self.staged])
         factors = _concatenated([part for _, part in self.staged])
         self.staged, self.staged_samples = [], 0
         inner = [factor.inner.T.contiguous() for factor in factors]
+        contrasts = self._contrasts(weights.shape[1])
+        outer = [contrasts if factor.outer is None else factor.outer for factor in factors]
+        if contrasts is not None:
+            self.contrasted.update(factor.layer for factor in factors if factor.outer is None)
         for y, second in enumerate(factors):
-            right = weights if second.outer is None else weights @ second.outer
+            right_outer = outer[y]
+            right = weights if right_outer is None else weights @ right_outer
             for x, first in enumerate(factors[: y + 1]):
-                product = right if first.outer is None else first.outer.mT @ right
+                left_outer = outer[x]
+                product = right if left_outer is None else left_outer.mT @ right
                 key = (first.layer, second.layer, x == y)
-                scaled = packed.packed_weights(product, symmetric=x == y)
+                scaled = packed.padded(packed.packed_weights(product, symmetric=x == y))
                 if key not in self.blocks:
                     p, q = len(inner[x]), len(inner[y])
                     rows = p * (p + 1) // 2 if x == y else p * q
@@ -166,9 +189,7 @@ def _concatenated(parts: list[tuple[Factor, ...]]) -> list[Factor]:
     return joined
 
 
-def _add_blocks(
-    whole: Float[Tensor, "n n"], blocks: dict[tuple[LinearLayer, LinearLayer, bool], Float[Tensor, "rows k"]]
-) -> None:
+def _add_blocks(whole: Float[Tensor, "n n"], blocks: dict[BlockKey, Float[Tensor, "rows k"]]) -> None:
     """Add packed blocks, and their mirror images, to a matrix in the order of the flat parameter vector."""
     for (first, second, symmetric), total in blocks.items():
         d, p, e, q = first.outputs, first.width, second.outputs, second.width
@@ -241,7 +262,7 @@ class DenseFactor:
             covariance = self._from_jacobian(derivative.jacobian())
         else:
             covariance = self._from_factors(derivative.factors)
-        return LogitGaussian.trusted(mean, covariance.to(mean.dtype))
+        return LogitGaussian.trusted(mean, covariance)
 
     def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
         """R_ij = J_i P J_jᵀ for all pairs of frames, in float64.

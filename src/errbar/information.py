@@ -124,6 +124,10 @@ class Information:
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, 1),
         )
 
+    def __radd__(self, other: object) -> Information:
+        """So that `sum(days)` works, which starts at 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __sub__(self, other: Information) -> Information:
         """Forget: refuses more samples than were seen, and what leaves less than no information."""
         self._require_same_kind(other)

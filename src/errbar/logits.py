@@ -71,6 +71,10 @@ class LogitGaussian:
         _require_slice(rows)
         return LogitGaussian.trusted(self.mean[rows], self.covariance[rows], self.rank)
 
+    def rounded(self) -> LogitGaussian:
+        """The covariance in the dtype of the mean."""
+        return LogitGaussian.trusted(self.mean, self.covariance.to(self.mean.dtype), self.rank)
+
     def tempered(self, temperature: float) -> LogitGaussian:
         """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
         T = require_temperature(temperature)
@@ -159,9 +163,12 @@ class DiagonalLogitGaussian(LogitGaussian):
     def scaled(self, covariance_scale: float) -> LogitGaussian:
         return DiagonalLogitGaussian.of(self.mean, self.variance * require_covariance_scale(covariance_scale))
 
+    def rounded(self) -> LogitGaussian:
+        return DiagonalLogitGaussian.of(self.mean, self.variance.to(self.mean.dtype))
+
     def sampling_root(self) -> tuple[Float[Tensor, "B M"], float]:
         """√v: each logit is drawn by itself."""
-        return self.variance.clamp_min(0).sqrt(), 0.0
+        return self.variance.clamp_min(0).sqrt().to(self.mean.dtype), 0.0
 
 
 @dataclass(frozen=True, eq=False)

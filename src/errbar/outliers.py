@@ -64,7 +64,7 @@ def outlier_scores(
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     information, variance, suspicion = [], [], []
     for batch in track(batches(data, unpack), "Scoring", total=count_batches(data), enabled=progress):
-        gaussian = plain.logits(batch)
+        gaussian = plain.accurate_logits(batch)
         used = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = used.predict(samples, seed)
         information.append(prediction.mutual_information)
@@ -114,4 +114,4 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
     target = torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean)
     error = torch.softmax(mean, 1) - target
     moved = mean + (grown @ error[..., None])[..., 0]
-    return LogitGaussian.trusted(moved.to(gaussian.mean), grown.to(gaussian.covariance))
+    return LogitGaussian.trusted(moved.to(gaussian.mean), grown)

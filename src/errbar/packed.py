@@ -21,6 +21,9 @@ from torch import Tensor
 
 # Bytes of one tile of rows: they should stay in the cache until they are multiplied; a GPU wants few large launches.
 _TILE_BYTES = {"cpu": 2**22, "cuda": 2**29}
+# Float32 numbers of a vector register, and the number of columns below which it matters.
+_VECTOR = 16
+_NARROW = 256
 # Below so many samples, and on a GPU, a tile is made by two gathers instead of one product for each a.
 _FEW_SAMPLES = 8
 
@@ -112,6 +115,42 @@ def packed_weights(product: Float[Tensor, "B d e"], *, symmetric: bool) -> Float
         i, j = triangle(d, product.device)
         return flat.index_select(0, i * d + j)
     return flat.contiguous()
+
+
+def padded(weights: Float[Tensor, "k B"]) -> Float[Tensor, "m B"]:
+    """A few rows of zeros, so that their number is a multiple of a vector register: narrow products are half as fast
+    without."""
+    k = len(weights)
+    missing = -k % _VECTOR if k < _NARROW else 0
+    return torch.nn.functional.pad(weights, (0, 0, 0, missing)) if missing else weights
+
+
+def expanded(
+    block: Float[Tensor, "rows m"],
+    left: Float[Tensor, "D d"] | None,
+    right: Float[Tensor, "E e"] | None,
+    D: int,
+    E: int,
+    *,
+    symmetric: bool,
+) -> Float[Tensor, "rows k"]:
+    """Σ S ⊗ h h'ᵀ from a block of S = left C rightᵀ that was summed as C, without the padding of `padded`."""
+    d, e = D if left is None else left.shape[1], E if right is None else right.shape[1]
+    if symmetric:
+        block = block[:, : d * (d + 1) // 2]
+        if left is None:
+            return block
+        # What each packed entry of C becomes: left (unit matrix) leftᵀ, packed.
+        index = unpack_index(d, block.device)
+        units = (index[None] == torch.arange(block.shape[1], device=block.device)[:, None, None]).to(block)
+        i, j = triangle(D, block.device)
+        return block @ (left @ units @ left.mT)[:, i, j]
+    block = block[:, : d * e]
+    if left is not None:
+        block = torch.einsum("ic,rce->rie", left, block.reshape(-1, d, e)).flatten(1)
+    if right is not None:
+        block = torch.einsum("jc,rdc->rdj", right, block.reshape(-1, D, e)).flatten(1)
+    return block
 
 
 def unpacked_weights(packed: Float[Tensor, "k B"], d: int, e: int, *, symmetric: bool) -> Float[Tensor, "B d e"]:

@@ -147,7 +147,7 @@ class PerClassFactor:
         """N(ĝ, diag v), v_m = hᵀ P_m h: M p²/2 multiplications an input."""
         inner = inner_of(derivative)
         variance = packed.contract(self._coefficients(inner.dtype), inner.T.contiguous(), None).T
-        return DiagonalLogitGaussian.of(mean, variance.clamp_min(0).to(mean.dtype))
+        return DiagonalLogitGaussian.of(mean, variance.clamp_min(0))
 
     def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
         """R_ij = diag_m(h_iᵀ P_m h_j), in float64."""

@@ -61,6 +61,14 @@ class Posterior:
 
     def logits(self, x: Any) -> LogitGaussian:
         """N(ĝ/T, T_c P^g/T²) for each input of one batch (eq:linearize)."""
+        return self.accurate_logits(x).rounded()
+
+    def accurate_logits(self, x: Any) -> LogitGaussian:
+        """`logits` with the covariance still in the dtype of products.
+
+        The common shift of the logits can have a variance that is orders of magnitude above that of the contrasts;
+        what is sampled is therefore taken before the covariance is rounded to the dtype of results.
+        """
         with plain_execution(self.information.network.device):
             parts = [self.factor.gaussian(mean, derivative) for mean, derivative in self._linearised(x)]
         return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
@@ -76,7 +84,7 @@ class Posterior:
 
     def predict(self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
         """The PMF of each input of one batch, with its error bars (eq:gmarg); `draws` as in `LogitGaussian.predict`."""
-        return self.logits(x).predict(samples, seed, draws=draws)
+        return self.accurate_logits(x).predict(samples, seed, draws=draws)
 
     def _linearised(self, x: Any) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
         """ĝ in the dtype of results and its derivative in the dtype of products, for some inputs at a time."""
