@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from itertools import pairwise
 from typing import Any
@@ -94,7 +95,6 @@ def exact(name: str, widths: list[int], *, subset: str, count: int, repetitions:
                 "note": f"{label}, the pass over the data",
             }
         )
-    rows += _predictions(name, posterior, peer, x)
     return rows
 
 
@@ -109,7 +109,14 @@ def _collect_seconds(model: nn.Module, batches: list[Any], last: int, dtype: tor
     return seconds["twice"]["median"] - seconds["once"]["median"]
 
 
-def _predictions(name: str, posterior: errbar.Posterior, peer: Any, x: Tensor) -> list[dict[str, Any]]:
+def predictions(name: str, widths: list[int], *, subset: str) -> list[dict[str, Any]]:
+    """PMFs from the same exact posterior, many inputs and one; how many samples it was fitted on does not matter."""
+    model = head(widths)
+    x, y = features(1024, widths[0], widths[-1])
+    last = 1 if subset == "last_layer" else len(widths) - 1
+    backend = peers.backends()["backpack"]
+    peer = peers.fitted(model, x, y, subset=subset, structure="full", backend=backend, batch=512)
+    posterior = errbar.fit(model, in_batches(x, y, 512), last_layers=last, prior=errbar.Prior(PRIOR))
     batch = peers.best_predict_batch(peer, x, SAMPLES)
     few, many = x[: max(batch, 8)], x[:1024]
     rows = []
@@ -216,7 +223,7 @@ def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str
     runs: dict[str, Any] = {"errbar": ours}
     if with_peer:
         backend = peers.backends()["curvlinops"]
-        peer = peers.fitted(model, x[:64], y[:64], subset="last_layer", structure="diag", backend=backend, batch=16)
+        peer = peers.fitted(model, x[:4], y[:4], subset="last_layer", structure="diag", backend=backend, batch=1)
         runs["peer"] = lambda: peers.predict(peer, one, 1, SAMPLES)
     seconds = alternate(runs)
     row = {
@@ -235,19 +242,23 @@ def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str
     return [row]
 
 
+PARTS = {
+    "many-classes-3100": lambda: many_classes(128, 3100, with_peer=False),
+    "many-classes-1000": lambda: many_classes(128, 1000, with_peer=True),
+    "paper-predict": lambda: predictions("paper 100→40→10", [100, 40, 10], subset="all"),
+    "last-layer-predict": lambda: predictions("last layer 512→10", [512, 10], subset="last_layer"),
+    "last-layer-kron": lambda: against_kron([512, 10], count=16384),
+    "last-layer-fit": lambda: exact("last layer 512→10", [512, 10], subset="last_layer", count=16384, repetitions=5),
+    "paper-fit": lambda: exact("paper 100→40→10", [100, 40, 10], subset="all", count=16384, repetitions=5),
+}
+
+
 def main() -> None:
-    rows: list[dict[str, Any]] = []
-    for part in (
-        lambda: many_classes(128, 3100, with_peer=False),
-        lambda: against_kron([512, 10], count=16384),
-        lambda: exact("last layer 512→10", [512, 10], subset="last_layer", count=16384, repetitions=5),
-        lambda: exact("paper 100→40→10", [100, 40, 10], subset="all", count=16384, repetitions=5),
-        lambda: many_classes(128, 1000, with_peer=True),
-    ):
-        made = part()
-        rows += made
-        show("Against laplace-torch", made)
-        save("against_peers", rows, samples=SAMPLES, prior=PRIOR)
+    """All parts, or those named on the command line; one result file each."""
+    for name in sys.argv[1:] or PARTS:
+        rows = PARTS[name]()
+        show(f"Against laplace-torch: {name}", rows)
+        save(name, rows, samples=SAMPLES, prior=PRIOR)
 
 
 if __name__ == "__main__":

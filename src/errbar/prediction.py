@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -25,6 +25,10 @@ from errbar.modes import plain_execution
 # Samples of one block: they should stay in the cache between the passes that make a softmax of them; a GPU wants few
 # large launches instead.
 _BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
+
+
+# Numbers in a block of draws that is kept for the next prediction.
+_KEPT_DRAWS = 2**18
 
 
 class Sampler(Protocol):
@@ -141,26 +145,38 @@ def standard_normal(
     - "antithetic": each draw z together with −z, which makes odd functions of z exact;
     - "sobol": a scrambled Sobol sequence, whose points fill the space evenly.
     """
+    seed = require_seed(seed)
+    if rows * columns <= _KEPT_DRAWS:
+        return _kept_draws(rows, columns, seed, draws).to(like)
     require_memory(
         2 * 8 * rows * columns,
         torch.device("cpu"),
         what=f"Drawing {rows:,} samples of {columns:,} numbers",
         instead="Ask for fewer samples.",
     )
-    generator = torch.Generator().manual_seed(require_seed(seed))
+    return _draws(rows, columns, seed, draws).to(like)
+
+
+def _draws(rows: int, columns: int, seed: int, draws: str) -> Float[Tensor, "rows columns"]:
+    generator = torch.Generator().manual_seed(seed)
     if draws == "random":
-        normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    elif draws == "antithetic":
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    if draws == "antithetic":
         half = torch.randn((rows + 1) // 2, columns, generator=generator, dtype=torch.float64)
-        normal = torch.cat([half, -half])[:rows]
-    elif draws == "sobol":
+        return torch.cat([half, -half])[:rows]
+    if draws == "sobol":
         engine = torch.quasirandom.SobolEngine(columns, scramble=True, seed=seed)
         # Points lie on a grid that holds 0 and not 1: half a cell further, all are inside.
-        uniform = engine.draw(rows, dtype=torch.float64) + 2.0**-31
-        normal = torch.special.ndtri(uniform)
-    else:
-        raise ArgumentError(f"draws is {draws!r}; expected 'random', 'antithetic' or 'sobol'.")
-    return normal.to(like)
+        normal: Tensor = torch.special.ndtri(engine.draw(rows, dtype=torch.float64) + 2.0**-31)
+        return normal
+    raise ArgumentError(f"draws is {draws!r}; expected 'random', 'antithetic' or 'sobol'.")
+
+
+@lru_cache(maxsize=16)
+def _kept_draws(rows: int, columns: int, seed: int, draws: str) -> Float[Tensor, "rows columns"]:
+    """Draws of the usual size are made once; nobody writes to them."""
+    with plain_execution(torch.device("cpu")):
+        return _draws(rows, columns, seed, draws)
 
 
 def require_seed(seed: int) -> int:
