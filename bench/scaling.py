@@ -85,7 +85,7 @@ def recursion(widths: list[int], count: int) -> float:
 def main() -> None:
     rows = [_measured([100, 40, 10], count) for count in (1000, 4000, 16000, 60000)]
     rows += [_measured([width, 40, 10], 4096) for width in (4, 30, 240)]
-    rows += [_measured([480, 40, 10], 2048)]
+    rows += [_measured([480, 40, 10], 1024)]
     rows += [_measured([60, classes], 4096) for classes in (2, 10, 50, 150)]
     rows += [_measured([128, 1000], 4096, fisher="eta")]
     rows += [_measured([100, 40, 10], 8192, batch=batch) for batch in (16, 64, 4096)]

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # Bytes of one tile of rows: they should stay in the cache until they are multiplied; a GPU wants few large launches.
-_TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}
+_TILE_BYTES = {"cpu": 2**22, "cuda": 2**29}
 # Float32 numbers of a vector register, and the number of columns below which it matters.
 _VECTOR = 16
 _NARROW = 256
