@@ -83,19 +83,31 @@ def recursion(widths: list[int], count: int) -> float:
 
 
 def main() -> None:
-    rows = [_measured([100, 40, 10], count) for count in (1000, 4000, 16000, 60000)]
-    rows += [_measured([width, 40, 10], 4096) for width in (4, 30, 240)]
-    rows += [_measured([480, 40, 10], 1024)]
-    rows += [_measured([60, classes], 4096) for classes in (2, 10, 50, 150)]
-    rows += [_measured([128, 1000], 4096, fisher="eta")]
-    rows += [_measured([100, 40, 10], 8192, batch=batch) for batch in (16, 64, 4096)]
-    rows += [_measured([100, 40, 10], 8192, precision="float64")]
+    measure_recursion()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows += [_measured([100, 40, 10], 8192, precision=p) for p in (None, "float64")]
-    torch.set_num_threads(threads)
+    paper = [100, 40, 10]
+    runs: list[tuple[int, list[int], int, dict[str, Any]]] = [
+        *((threads, paper, count, {}) for count in (1000, 4000, 16000, 60000)),
+        *((threads, [width, 40, 10], 4096, {}) for width in (4, 30)),
+        *((threads, [60, classes], 4096, {}) for classes in (2, 10, 50)),
+        (threads, [128, 1000], 4096, {"fisher": "eta"}),
+        *((threads, paper, 8192, {"batch": batch}) for batch in (16, 64, 4096)),
+        (threads, paper, 8192, {"precision": "float64"}),
+        *((1, paper, 8192, {"precision": precision}) for precision in (None, "float64")),
+        (threads, [60, 150], 4096, {}),
+        (threads, [240, 40, 10], 4096, {}),
+        (threads, [480, 40, 10], 1024, {}),
+    ]
+    rows = []
+    for used, widths, count, options in runs:
+        torch.set_num_threads(used)
+        rows.append(_measured(widths, count, **options))
+        torch.set_num_threads(threads)
+        save("scaling", rows)  # after each row: the large ones take minutes
     show("Scaling of errbar (exact; the 128→1000 row with fisher='eta')", rows)
-    save("scaling", rows)
+
+
+def measure_recursion() -> None:
     literal = []
     for widths, count in (
         ([30, 20, 10], 64),
