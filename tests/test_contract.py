@@ -64,6 +64,7 @@ ORDER = [
     "memory",
     "_linalg",
     "packed",
+    "bands",
     "fisher",
     "data",
     "metrics",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
+from errbar import bands
 from errbar.data import batches
 from errbar.derivative import Route
 from errbar.information import Information, accumulate
@@ -79,6 +80,10 @@ def frozen() -> nn.Module:
     return model
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 75), nn.Tanh(), nn.Linear(75, 3))
+
+
 def one_logit() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -93,6 +98,8 @@ CASES = {
     "head of a convolutional network": (convolutional, (1, 6, 6), {"last_layers": 2}),
     "frozen layers": (frozen, (5,), {"last_layers": 2}),
     "other layers between": (Between, (5,), {"parameters": ["first", "gate", "last"]}),
+    "many inputs, few outputs": (wide, (5,), {"last_layers": 1}),
+    "many inputs, few outputs, two layers": (wide, (5,), {"last_layers": 2}),
     "one logit": (one_logit, (5,), {"last_layers": 2}),
     "a few tokens": (TokenHead, (2, 4), {"last_layers": 2}),
 }
@@ -143,6 +150,20 @@ def test_the_fast_path_equals_generic_jacobians(case: str, fisher: str) -> None:
     assert difference.abs().max() < 1e-9 * reference.logits(x).covariance.abs().max()
     joint = ours.joint_logits(x[:3]).covariance - reference.joint_logits(x[:3]).covariance
     assert joint.abs().max() < 1e-9 * reference.joint_logits(x[:3]).covariance.abs().max()
+
+
+def test_many_inputs_and_few_outputs_make_no_product_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("rows h_a h_b were formed")
+
+    monkeypatch.setattr("errbar.packed.product_rows", forbidden)
+    posterior = errbar.fit(seeded(wide), [draw(9, 5)], last_layers=1, prior=errbar.Prior(2.0))
+    posterior.predict(draw(4, 5, seed=2))
+
+
+def test_bands_are_the_packed_triangle_in_another_order() -> None:
+    packed_rows = draw(70 * 71 // 2, 4)
+    assert torch.equal(bands.to_packed(bands.from_packed(packed_rows, 70)), packed_rows)
 
 
 def test_many_tokens_take_the_summed_gradient() -> None:

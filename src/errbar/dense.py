@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar import _linalg, packed
+from errbar import _linalg, bands, packed
 from errbar.capture import Factor, LinearLayer
 from errbar.derivative import Derivative
 from errbar.fisher import Fisher, fisher_matrix, fisher_root
@@ -89,6 +89,7 @@ class DenseAccumulator:
         self.device = device
         self.matrix: Float[Tensor, "n n"] | None = None
         self.blocks: dict[BlockKey, Float[Tensor, "rows k"]] = {}
+        self.bands: dict[BlockKey, bands.Bands] = {}
         self.contrasted: set[LinearLayer] = set()
         self.staged: list[tuple[Float[Tensor, "B M M"], tuple[Factor, ...]]] = []
         self.staged_samples = 0
@@ -108,7 +109,8 @@ class DenseAccumulator:
         if self.staged:
             self._flush()
         total = self._zeros() if self.matrix is None else self.matrix
-        _add_blocks(total, {key: self._in_logits(key, block) for key, block in self.blocks.items()})
+        blocks = self.blocks | {key: bands.to_packed(block) for key, block in self.bands.items()}
+        _add_blocks(total, {key: self._in_logits(key, block) for key, block in blocks.items()})
         return DenseSum(total)
 
     def _zeros(self) -> Float[Tensor, "n n"]:
@@ -159,13 +161,29 @@ class DenseAccumulator:
             for x, first in enumerate(factors[: y + 1]):
                 left_outer = outer[x]
                 product = right if left_outer is None else left_outer.mT @ right
-                key = (first.layer, second.layer, x == y)
-                scaled = packed.padded(packed.packed_weights(product, symmetric=x == y))
-                if key not in self.blocks:
-                    p, q = len(inner[x]), len(inner[y])
-                    rows = p * (p + 1) // 2 if x == y else p * q
-                    self.blocks[key] = torch.zeros(rows, len(scaled), dtype=torch.float64, device=self.device)
-                packed.add_products(self.blocks[key], scaled, inner[x], None if x == y else inner[y])
+                self._add_block(first, second, packed.packed_weights(product, symmetric=x == y), inner[x], inner[y])
+
+    def _add_block(
+        self,
+        first: Factor,
+        second: Factor,
+        weights: Float[Tensor, "k B"],
+        left: Float[Tensor, "p B"],
+        right: Float[Tensor, "q B"],
+    ) -> None:
+        symmetric = first is second
+        p, q = len(left), len(right)
+        key = (first.layer, second.layer, symmetric)
+        if symmetric and bands.suits(p, len(weights)):
+            if key not in self.bands:
+                self.bands[key] = bands.zeros(p, len(weights), self.device)
+            bands.add_products(self.bands[key], weights, left)
+            return
+        weights = packed.padded(weights)
+        if key not in self.blocks:
+            rows = p * (p + 1) // 2 if symmetric else p * q
+            self.blocks[key] = torch.zeros(rows, len(weights), dtype=torch.float64, device=self.device)
+        packed.add_products(self.blocks[key], weights, left, None if symmetric else right)
 
 
 def weighted_rows(
@@ -222,7 +240,8 @@ class DenseFactor:
         self.limit = limit
         self.recursed = recursed
         self._lock = threading.RLock()
-        self._cache: dict[object, Tensor] = {}
+        self._cache: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._coefficients: dict[tuple[LinearLayer, LinearLayer, bool, torch.dtype], list[Tensor]] = {}
         if covariance is not None:
             self.__dict__["covariance"] = covariance
 
@@ -292,8 +311,7 @@ class DenseFactor:
         for y, second in enumerate(factors):
             for x, first in enumerate(factors[: y + 1]):
                 same = x == y
-                coefficients = self._coefficients(first.layer, second.layer, same, first.inner.dtype)
-                contracted = packed.contract(coefficients, inner[x], None if same else inner[y])
+                contracted = self._contracted(first.layer, second.layer, same, inner[x], inner[y])
                 term = packed.unpacked_weights(contracted, first.layer.outputs, second.layer.outputs, symmetric=same)
                 term = term if first.outer is None else first.outer @ term
                 term = term if second.outer is None else term @ second.outer.mT
@@ -302,17 +320,28 @@ class DenseFactor:
         assert total is not None
         return _linalg.symmetric(total)
 
-    def _coefficients(
-        self, first: LinearLayer, second: LinearLayer, same: bool, dtype: torch.dtype
-    ) -> Float[Tensor, "rows k"]:
-        key = (first, second, same, dtype)
+    def _contracted(
+        self,
+        first: LinearLayer,
+        second: LinearLayer,
+        same: bool,
+        left: Float[Tensor, "p B"],
+        right: Float[Tensor, "q B"],
+    ) -> Float[Tensor, "k B"]:
+        """Q_ij of two layers, packed; P is repacked for it once."""
+        key = (first, second, same, left.dtype)
+        p, pairs = len(left), first.outputs * (first.outputs + 1) // 2
+        banded = same and bands.suits(p, pairs)
         with self._lock:
-            if key not in self._cache:
+            if key not in self._coefficients:
                 device = self.prior_precision.device
-                left = first.positions().to(device)
-                right = None if same else second.positions().to(device)
-                self._cache[key] = packed.coefficients(self.covariance, left, right, dtype)
-            return self._cache[key]
+                positions = None if same else second.positions().to(device)
+                rows = packed.coefficients(self.covariance, first.positions().to(device), positions, left.dtype)
+                self._coefficients[key] = bands.from_packed(rows, p) if banded else [rows]
+            coefficients = self._coefficients[key]
+        if banded:
+            return bands.contract(coefficients, left)
+        return packed.contract(coefficients[0], left, None if same else right)
 
     def _cached(self, name: str, dtype: torch.dtype) -> Tensor:
         """A float64 factor in the dtype of products, cast once."""

@@ -1,0 +1,76 @@
+"""The same sums for a layer with many inputs and few outputs, with less to write.
+
+`packed` makes p(p+1)/2 rows h_a ∘ h_b a sample. Where the k pairs of outputs are fewer than (p+1)/2, it is cheaper to
+scale h by each weight: Σ_n S_k h hᵀ is, for a *band* of consecutive a and all b not below its first, one product of the
+rows S_k h_a with hᵀ. The part of a band below the diagonal is computed for nothing, so bands are narrow.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.packed import unpack_index
+
+# Rows of a band: fewer waste less below the diagonal, more make larger products.
+_ROWS = 32
+
+# Band s … e−1 of k symmetric matrices, columns s … p−1: [k, e−s, p−s].
+Bands = list[Float[Tensor, "k _ _"]]
+
+
+def suits(p: int, k: int) -> bool:
+    """Whether k·p scaled rows are fewer than p(p+1)/2 products."""
+    return 2 * k < p + 1
+
+
+def _spans(p: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _ROWS, p)) for start in range(0, p, _ROWS)]
+
+
+def zeros(p: int, k: int, device: torch.device) -> Bands:
+    return [torch.zeros(k, stop - start, p - start, dtype=torch.float64, device=device) for start, stop in _spans(p)]
+
+
+def add_products(totals: Bands, weights: Float[Tensor, "k B"], rows: Float[Tensor, "p B"]) -> None:
+    """totals[k, a, b] += Σ_n S_k h_a h_b in place: products in the dtype of `weights`, the sum in float64."""
+    p, samples = rows.shape
+    buffer = torch.empty(len(weights) * _ROWS, samples, dtype=weights.dtype, device=weights.device)
+    for total, (start, stop) in zip(totals, _spans(p), strict=True):
+        scaled = buffer[: len(weights) * (stop - start)]
+        torch.mul(weights[:, None], rows[start:stop], out=scaled.view(len(weights), stop - start, samples))
+        if weights.dtype == torch.float64:
+            total.flatten(0, 1).addmm_(scaled, rows[start:].T)
+        else:
+            total += (scaled @ rows[start:].T).view_as(total)
+
+
+def contract(coefficients: Bands, rows: Float[Tensor, "p B"]) -> Float[Tensor, "k B"]:
+    """Q_k = Σ_ab coefficient[k, a, b] h_a h_b for each sample."""
+    p, samples = rows.shape
+    result = torch.zeros(len(coefficients[0]), samples, dtype=rows.dtype, device=rows.device)
+    for band, (start, stop) in zip(coefficients, _spans(p), strict=True):
+        product = (band.flatten(0, 1) @ rows[start:]).view(len(band), stop - start, samples)
+        result += product.mul_(rows[start:stop]).sum(1)
+    return result
+
+
+def to_packed(bands: Bands) -> Float[Tensor, "rows k"]:
+    """The entries a ≤ b in the order of `packed.triangle`."""
+    k, _, p = bands[0].shape
+    packed = torch.empty(p * (p + 1) // 2, k, dtype=bands[0].dtype, device=bands[0].device)
+    filled = 0
+    for band in bands:
+        a, b = torch.triu_indices(band.shape[1], band.shape[2], device=band.device)
+        packed[filled : filled + len(a)] = band[:, a, b].T
+        filled += len(a)
+    return packed
+
+
+def from_packed(packed: Float[Tensor, "rows k"], p: int) -> Bands:
+    """Bands with the packed entries on and above the diagonal, and zero below it."""
+    return [
+        packed[unpack_index(p, packed.device)[start:stop, start:]].permute(2, 0, 1).triu().contiguous()
+        for start, stop in _spans(p)
+    ]
