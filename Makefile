@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= demo-output
 
-.PHONY: setup demo test test-slow check format bench clean
+.PHONY: setup demo test test-slow check format bench results clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,11 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python -W ignore bench/against_peers.py
 	$(BENCH)/bin/python bench/scaling.py
 	$(BENCH)/bin/python bench/monte_carlo.py
+
+# The tables of docs/results.md, from the files that `errbar reproduce` wrote.
+results: setup
+	$(BIN)/python -c 'from pathlib import Path; from errbar.experiments.tables import refresh; \
+		refresh(Path("docs/results.md"), Path("docs/results"))'
 
 clean:
 	rm -rf $(VENV) $(BENCH) $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from errbar import demo
 from errbar.demo import Digits, Samples, Score, Settings
 from errbar.errors import ArgumentError, DataError, MissingExtraError
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
+from errbar.experiments.evaluation import contrasting
 from errbar.experiments.networks import paper_network
 from errbar.experiments.training import train
 
@@ -189,7 +190,7 @@ def test_figure_one_takes_similar_pmfs_with_different_logit_uncertainty() -> Non
     pmf = torch.tensor([[0.98, 0.01, 0.01], [0.6, 0.3, 0.1], [0.31, 0.59, 0.1], [0.6, 0.31, 0.09], [0.4, 0.35, 0.25]])
     scale = torch.tensor([1.0, 1.0, 2.0, 9.0, 100.0])  # the last is the most uncertain, but like no other
     gaussian = errbar.LogitGaussian(pmf.log(), scale[:, None, None] * torch.eye(3))
-    assert demo.figure_one_digits(gaussian, pmf) == (0, 3, 1)
+    assert contrasting(gaussian, pmf) == (0, 3, 1)
 
 
 def test_figure_one_makes_do_with_sure_digits() -> None:
@@ -197,7 +198,7 @@ def test_figure_one_makes_do_with_sure_digits() -> None:
     gaussian = errbar.LogitGaussian(
         pmf.log(), torch.eye(2).expand(3, 2, 2) * torch.tensor([1.0, 1.0, 4.0])[:, None, None]
     )
-    assert demo.figure_one_digits(gaussian, pmf) == (0, 2, 1)
+    assert contrasting(gaussian, pmf) == (0, 2, 1)
 
 
 def test_the_best_of_each_column_is_marked_whichever_way_is_up() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,81 @@ def test_figure_one_refuses_what_does_not_belong_together(gaussian: LogitGaussia
         plots.figure_one(torch.rand(2, 8, 8), gaussian, gaussian.predict())
 
 
+def test_a_diagram_needs_only_its_values() -> None:
+    pmf, labels = _pmf_and_labels()
+    drawn, again = plots.reliability(pmf, labels), plots.diagram(metrics.reliability(pmf, labels), note="a note")
+    boxes = [[bar.get_bbox().bounds for bar in ax.patches if isinstance(bar, Rectangle)] for ax in (drawn, again)]
+    assert boxes[0] == boxes[1]
+    assert [text.get_text() for text in again.texts] == ["a note"]
+
+
+def test_many_classes_are_numbered_and_the_highlighted_ones_named() -> None:
+    many = LogitGaussian(torch.zeros(1, 43), torch.eye(43)[None])
+    names = [f"sign {number}" for number in range(43)]
+    ax = plots.pmf(many.predict(), highlight=(14, 15), names=names)
+    assert ax.get_xticks().tolist() == list(range(0, 43, 5))
+    assert [text.get_text() for text in ax.texts] == ["14 sign 14", "15 sign 15"]
+
+
+def test_figure_one_draws_colours(gaussian: LogitGaussian) -> None:
+    figure = plots.figure_one(torch.rand(3, 8, 8, 3), gaussian, gaussian.predict(), names=("ant", "bee", "crab", "dog"))
+    assert [ax.images[0].get_array().shape for ax in figure.axes[::3]] == [(8, 8, 3)] * 3  # type: ignore[union-attr]
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["ant", "bee", "crab", "dog"]
+
+
+def test_shift_draws_means_and_one_standard_deviation() -> None:
+    runs = torch.tensor([[1.0, 2.0, 4.0], [3.0, 2.0, 8.0]])
+    ax = plots.shift([0, 1, 2], {"a": runs, "b": runs[:1]}, kind="blur", measure="NLL")
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[2.0, 2.0, 6.0], [1.0, 2.0, 4.0]]  # type: ignore[union-attr]
+    (band,) = ax.collections
+    corners = {(float(x), round(float(y), 4)) for x, y in band.get_paths()[0].vertices}
+    deviation = 2**0.5
+    assert {(0.0, round(2 - deviation, 4)), (2.0, round(6 + 2 * deviation, 4))} <= corners
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("blur", "NLL")
+
+
+def test_roc_says_the_area_under_each_curve() -> None:
+    curves = {"a": ([0.0, 0.5, 1.0], [0.0, 1.0, 1.0]), "b": ([0.0, 1.0], [0.0, 1.0])}
+    legend = plots.roc(curves).get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["a (AUROC 0.750)", "b (AUROC 0.500)"]
+    legend = plots.roc(curves, areas={"a": 0.8, "b": 0.4}).get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["a (AUROC 0.800)", "b (AUROC 0.400)"]
+
+
+def test_risk_coverage_draws_where_it_is_told_to_and_keeps_its_key_off_the_data() -> None:
+    ax = _axes()
+    assert plots.risk_coverage({"a": ([0.5, 1.0], [0.0, 0.1])}, ax=ax) is ax
+    assert ax.lines[0].get_xydata().tolist() == [[0.5, 0.0], [1.0, 0.1]]  # type: ignore[union-attr]
+    ax.figure.draw_without_rendering()  # type: ignore[union-attr]
+    legend = ax.get_legend()
+    assert legend is not None
+    assert legend.get_window_extent().y0 > ax.get_window_extent().y1
+
+
+def test_styles_differ_in_more_than_colour() -> None:
+    styles = plots.styles(f"method {number}" for number in range(100))
+    assert len(set(styles.values())) == 100
+    assert len({(style.dash, style.marker) for style in list(styles.values())[:35]}) == 35
+
+
+@pytest.mark.parametrize("draw", [plots.roc, plots.risk_coverage, lambda nothing: plots.shift([0], nothing)])
+def test_curves_of_nothing_are_refused(draw: Callable[[dict[str, Any]], Axes]) -> None:
+    with pytest.raises(ArgumentError, match="nothing to draw"):
+        draw({})
+
+
+def test_curves_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"shape \(1, 3\); expected \(runs, 2\)"):
+        plots.shift([0, 1], {"a": torch.zeros(1, 3)})
+    for draw in (plots.roc, plots.risk_coverage):
+        with pytest.raises(ArgumentError, match="'a' has 2 x and 1 y"):
+            draw({"a": ([0.0, 1.0], [0.0])})
+        with pytest.raises(ArgumentError, match="no style for 'a'"):
+            draw({"a": ([0.0, 1.0], [0.0, 1.0])}, looks=plots.styles("b"))
+
+
 @pytest.mark.parametrize("index", [3, -4])
 def test_an_input_that_is_not_there_is_refused(index: int, gaussian: LogitGaussian) -> None:
     with pytest.raises(ArgumentError, match=r"lies in 0 … 2; got"):
@@ -194,6 +271,7 @@ def test_without_matplotlib_the_figures_say_what_to_install(
         lambda: plots.pmf(gaussian.predict()),
         lambda: plots.logit_ellipse(gaussian, classes=(0, 1)),
         lambda: plots.figure_one(torch.rand(3, 8, 8), gaussian, gaussian.predict()),
+        lambda: plots.roc({"a": ([0.0, 1.0], [0.0, 1.0])}),
     ):
         with pytest.raises(MissingExtraError, match=r"pip install 'errbar\[plots\]'"):
             draw()

@@ -69,4 +69,23 @@ def application() -> "typer.Typer":
 
         run(output, progress=progress)
 
+    @app.command()
+    def reproduce(
+        experiment: Annotated[str, typer.Argument(help="mnist, cifar10, gtsrb, digits, resnet20 or resnet32.")],
+        data: Annotated[
+            Path | None, typer.Option("--data", metavar="DIR", help="Folder with the data sets; digits need none.")
+        ] = None,
+        output: Annotated[
+            Path, typer.Option("--output", metavar="DIR", help="Folder for results, figures and trained networks.")
+        ] = Path("reproduce-output"),
+        seeds: Annotated[int | None, typer.Option(help="Number of runs; by default 5, or 3 for larger data.")] = None,
+        quick: Annotated[bool, typer.Option("--quick", help="A small subset: the whole pipeline in a minute.")] = False,
+        device: Annotated[str, typer.Option(help="Where to compute, for example cuda.")] = "cpu",
+        progress: Annotated[bool, typer.Option(help="Show how long it still takes.")] = True,
+    ) -> None:
+        """Repeat an experiment of the paper: train, compare the methods, fuse, clean, and draw the figures."""
+        from errbar.experiments.command import run
+
+        run(experiment, data=data, output=output, seeds=seeds, quick=quick, device=device, progress=progress)
+
     return app

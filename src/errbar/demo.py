@@ -22,6 +22,7 @@ from errbar import metrics, plots
 from errbar._progress import track
 from errbar.errors import ArgumentError, MissingExtraError
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
+from errbar.experiments.evaluation import contrasting
 from errbar.experiments.networks import paper_network
 from errbar.experiments.training import seeded, train
 
@@ -287,35 +288,13 @@ def assess_risk(posterior: errbar.Posterior, x: Float[Tensor, "1 64"], threshold
     return tuple(ClassRisk(label, *row) for label, row in enumerate(rows))
 
 
-def figure_one_digits(gaussian: errbar.LogitGaussian, pmf: Float[Tensor, "N M"]) -> tuple[int, int, int]:
-    """A sure digit, then two ambiguous ones with similar PMFs: the first with the more uncertain logits.
-
-    Ambiguous: confidence below 0.7. Similar: the sorted PMFs differ by at most 0.05 in total variation. Of
-    all such pairs the one with the largest ratio of σ of g_i − g_j, i and j the two best classes of each;
-    without any such pair, the most similar one.
-    """
-    confidence = pmf.amax(1)
-    i, j = pmf.topk(2).indices.unbind(1)
-    rows, P = torch.arange(len(pmf)), gaussian.covariance
-    sigma = (P[rows, i, i] + P[rows, j, j] - 2 * P[rows, i, j]).clamp_min(1e-12).sqrt()
-    ambiguous = (confidence < 0.7).nonzero()[:, 0]
-    if len(ambiguous) < 2:
-        ambiguous = confidence.argsort()[:2]
-    profile = pmf[ambiguous].sort(descending=True).values
-    distance = (profile[:, None] - profile[None]).abs().sum(-1) / 2 + torch.eye(len(ambiguous))
-    allowed = distance <= max(0.05, float(distance.min()))
-    ratio = sigma[ambiguous][:, None] / sigma[ambiguous][None]
-    uncertain, certain = divmod(int(torch.where(allowed, ratio, 0.0).argmax()), len(ambiguous))
-    return int(confidence.argmax()), int(ambiguous[uncertain]), int(ambiguous[certain])
-
-
 def draw(comparison: Comparison, test: Samples, output: Path) -> tuple[Path, Path]:
     """The reliability diagrams of all methods, and the paper's first figure, as PNG files in `output`."""
     reliability, figure_one = output / "reliability.png", output / "figure-one.png"
     diagrams = {method.replace("T_c", "$T_c$").replace(" T ", " $T$ "): pmf for method, pmf in comparison.pmfs.items()}
     plots.reliability_grid(diagrams, test.y).savefig(reliability, dpi=160)
     everything = comparison.gaussian
-    chosen = list(figure_one_digits(everything, everything.predict().pmf))
+    chosen = list(contrasting(everything, everything.predict().pmf))
     gaussian = errbar.LogitGaussian(everything.mean[chosen], everything.covariance[chosen])
     images = test.x[chosen].reshape(-1, 8, 8)
     titles = [f"labelled {label}" for label in test.y[chosen].tolist()]

@@ -4,13 +4,15 @@ Nothing here touches pyplot or its settings. Without `ax` a new `Figure` is made
 `ax.figure.savefig(path)`, or draw into a pyplot figure by passing `ax=plt.gca()`.
 
 Colours (Okabe and Ito's, safe for the colour-blind) mean the same everywhere: blue the accuracy or the first
-class, orange the second class, vermilion the error, grey the rest.
+class, orange the second class, vermilion the error, grey the rest. Where several methods share a picture, each has
+a `Style`: a colour, a dash and a marker.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +20,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar.errors import ArgumentError, MissingExtraError
+from errbar.curves import (
+    BLUE,
+    DARK_ORANGE,
+    DASHED,
+    GREY,
+    INK,
+    ORANGE,
+    SKY,
+    SMALL,
+    TEXT,
+    VERMILION,
+    Style,
+    new_axes,
+    new_figure,
+    plain,
+    risk_coverage,
+    roc,
+    shift,
+    styles,
+)
+from errbar.errors import ArgumentError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,12 +49,31 @@ if TYPE_CHECKING:
     from errbar.logits import LogitGaussian
     from errbar.prediction import Prediction
 
-BLUE, SKY, ORANGE, VERMILION = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
-GREY, INK = "#B8BCC2", "#262626"
+__all__ = [
+    "BLUE",
+    "GREY",
+    "INK",
+    "ORANGE",
+    "SKY",
+    "VERMILION",
+    "Style",
+    "diagram",
+    "diagram_grid",
+    "figure_one",
+    "logit_ellipse",
+    "pmf",
+    "reliability",
+    "reliability_grid",
+    "risk_coverage",
+    "roc",
+    "shift",
+    "styles",
+]
+
 OVERCONFIDENT: dict[str, Any] = {"facecolor": "#F9DFCC", "edgecolor": VERMILION, "hatch": "/////", "linewidth": 0.6}
 UNDERCONFIDENT: dict[str, Any] = {"facecolor": SKY, "edgecolor": "white", "linewidth": 0.8}
-_SMALL, _TEXT = 8, 9
-_DASHED = (0, (4, 3))
+# More class labels than this do not fit under the bars of a PMF.
+_CLASS_LABELS = 15
 
 
 def reliability(
@@ -49,43 +90,43 @@ def reliability(
     which it falls short: the |acc(B_j) − conf(B_j)| that the ECE averages. Bins of fewer than 20 predictions are
     fainter, and the histogram on top shows the counts (square-root scale): a gap among three means little.
     """
-    ax = _new_axes((3.2, 3.6)) if ax is None else ax
-    diagram = metrics.reliability(pmf, labels, bins=bins)
-    counts = [int(count) for count in diagram.count]
-    width = 1.0 / bins
+    return diagram(metrics.reliability(pmf, labels, bins=bins), ax=ax, title=title)
+
+
+def diagram(
+    values: metrics.Reliability, *, ax: Axes | None = None, title: str | None = None, note: str | None = None
+) -> Axes:
+    """The diagram of `reliability` from its values; `note` is what it says instead of its ECE."""
+    ax = new_axes((3.2, 3.6)) if ax is None else ax
+    counts = [int(count) for count in values.count]
+    width = 1.0 / len(counts)
     for number, count in enumerate(counts):
         if count == 0:
             continue
-        accuracy, confidence = float(diagram.accuracy[number]), float(diagram.confidence[number])
+        accuracy, confidence = float(values.accuracy[number]), float(values.confidence[number])
         gap = OVERCONFIDENT if confidence > accuracy else UNDERCONFIDENT
         low, high = sorted((accuracy, confidence))
         place: dict[str, Any] = {"x": number * width, "width": width, "align": "edge"}
         place["alpha"] = 0.3 + 0.7 * min(1.0, count / 20)
         ax.bar(height=low, color=BLUE, edgecolor="white", linewidth=0.8, **place)
         ax.bar(height=high - low, bottom=low, **gap, **place)
-    ax.plot([0, 1], [0, 1], color=INK, linewidth=1.0, linestyle=_DASHED)
-    error = metrics.ece(pmf, labels, bins=bins)
-    ax.text(
-        0.95,
-        0.05,
-        f"ECE {100 * float(error):.1f} %",
-        transform=ax.transAxes,
-        horizontalalignment="right",
-        fontsize=_TEXT,
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
-    )
+    ax.plot([0, 1], [0, 1], color=INK, linewidth=1.0, linestyle=DASHED)
+    error = float((values.count * values.gap).sum() / values.count.sum())
+    note = f"ECE {100 * error:.1f} %" if note is None else note
+    box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}
+    ax.text(0.95, 0.05, note, transform=ax.transAxes, horizontalalignment="right", fontsize=SMALL, bbox=box)
     ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    ax.set_xlabel("confidence", fontsize=_TEXT)
-    ax.set_ylabel("accuracy", fontsize=_TEXT)
-    _plain(ax)
+    ax.set_xlabel("confidence", fontsize=TEXT)
+    ax.set_ylabel("accuracy", fontsize=TEXT)
+    plain(ax)
 
     histogram = ax.inset_axes((0.0, 1.02, 1.0, 0.13), sharex=ax)
-    edges = [number * width for number in range(bins)]
+    edges = [number * width for number in range(len(counts))]
     roots = [math.sqrt(count) for count in counts]
     histogram.bar(edges, roots, width, align="edge", color=GREY, edgecolor="white")
     histogram.axis("off")
     if title is not None:
-        histogram.set_title(title, fontsize=_TEXT, color=INK, pad=4)
+        histogram.set_title(title, fontsize=TEXT, color=INK, pad=4)
     return ax
 
 
@@ -93,22 +134,44 @@ def reliability_grid(
     pmfs: Mapping[str, Float[Tensor, "N M"]], labels: Int[Tensor, " N"], *, bins: int = 10, columns: int = 4
 ) -> Figure:
     """Reliability diagrams of several methods, name → PMFs, side by side."""
-    if not pmfs:
+    diagrams = {name: metrics.reliability(values, labels, bins=bins) for name, values in pmfs.items()}
+    return diagram_grid(diagrams, columns=columns)
+
+
+def diagram_grid(
+    diagrams: Mapping[str, metrics.Reliability],
+    *,
+    notes: Mapping[str, str] | None = None,
+    columns: int = 4,
+    width: float | None = None,
+) -> Figure:
+    """Several diagrams, name → values, side by side; `width` in inches is that of the whole figure."""
+    if not diagrams:
         raise ArgumentError("There is nothing to draw; expected a mapping from names to PMFs.")
-    rows = -(-len(pmfs) // columns)
-    figure = _new_figure((2.6 * columns, 3.0 * rows))
-    grid = figure.subplots(rows, columns, squeeze=False)
-    places = list(grid.flatten())
-    for number, (ax, (title, values)) in enumerate(zip(places, pmfs.items(), strict=False)):
-        reliability(values, labels, bins=bins, ax=ax, title=title)
-        # Outer labels only: the same two words seven times are clutter.
+    rows = -(-len(diagrams) // columns)
+    side = 2.6 if width is None else width / columns
+    titles = [fill(title, int(side / 0.066)) for title in diagrams]
+    breaks = [
+        max(title.count("\n") for title in titles[start : start + columns]) for start in range(0, len(titles), columns)
+    ]
+    height = (side + 0.4) * rows if width is None else 1.12 * side * rows + 0.6
+    height += 0.15 * sum(breaks)
+    figure = new_figure((side * columns, height))
+    places = list(figure.subplots(rows, columns, squeeze=False).flatten())
+    for number, (ax, (title, values)) in enumerate(zip(places, diagrams.items(), strict=False)):
+        diagram(values, ax=ax, title=titles[number], note=None if notes is None else notes[title])
+        if side < 2:
+            ax.set(xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+        # Outer labels only: the same words and numbers seven times are clutter.
         if number % columns:
             ax.set_ylabel("")
-        if number + columns < len(pmfs):
+            ax.tick_params(labelleft=False)
+        if number + columns < len(diagrams):
             ax.set_xlabel("")
-    for ax in places[len(pmfs) :]:
+            ax.tick_params(labelbottom=False)
+    for ax in places[len(diagrams) :]:
         ax.axis("off")
-    _key(figure, places[len(pmfs)] if len(places) > len(pmfs) else None)
+    _key(figure, places[len(diagrams)] if len(places) > len(diagrams) else None)
     return figure
 
 
@@ -121,13 +184,15 @@ def _key(figure: Figure, place: Axes | None) -> None:
         Patch(facecolor=BLUE, label="accuracy"),
         Patch(label="over-confident by", **OVERCONFIDENT),
         Patch(label="under-confident by", **UNDERCONFIDENT),
-        Line2D([], [], color=INK, linewidth=1.0, linestyle=_DASHED, label="calibrated"),
-        Patch(facecolor=GREY, label="number of predictions"),
+        Line2D([], [], color=INK, linewidth=1.0, linestyle=DASHED, label="calibrated"),
+        Patch(facecolor=GREY, label="predictions"),
     ]
+    looks: dict[str, Any] = {"handles": handles, "frameon": False, "fontsize": SMALL, "handlelength": 1.6}
     if place is not None:
-        place.legend(handles=handles, loc="center left", frameon=False, fontsize=_TEXT)
+        place.legend(loc="center left", **looks)
     else:
-        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=_TEXT)
+        columns = 5 if figure.get_figwidth() > 6 else 2
+        figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.4, **looks)
 
 
 def pmf(
@@ -143,7 +208,7 @@ def pmf(
 
     `highlight` names up to two classes to draw in blue and orange; without it all bars are blue.
     """
-    ax = _new_axes((3.6, 2.4)) if ax is None else ax
+    ax = new_axes((3.6, 2.4)) if ax is None else ax
     index = _checked_index(index, len(prediction.pmf))
     probabilities = prediction.pmf[index].tolist()
     lower, upper = (bound[index].tolist() for bound in prediction.interval(level))
@@ -156,12 +221,29 @@ def pmf(
     ax.vlines(classes, lower, upper, color=INK, linewidth=1.1)
     for bound in (lower, upper):
         ax.hlines(bound, [c - 0.16 for c in classes], [c + 0.16 for c in classes], color=INK, linewidth=1.1)
-    ax.set(ylim=(0, 1.02), xticks=list(classes))
-    ax.set_xticklabels(names if names is not None else [str(number) for number in classes])
-    ax.set_xlabel("class", fontsize=_TEXT)
-    ax.set_ylabel("probability", fontsize=_TEXT)
-    _plain(ax)
+    ax.set(ylim=(0, 1.02), yticks=(0, 0.5, 1))
+    ax.set_xlabel("class", fontsize=TEXT)
+    ax.set_ylabel("probability", fontsize=TEXT)
+    plain(ax)
+    _class_ticks(ax, len(classes), highlight, names)
     return ax
+
+
+def _class_ticks(ax: Axes, classes: int, highlight: tuple[int, ...], names: Sequence[str] | None) -> None:
+    """The classes below their bars; of very many only every fifth, and the highlighted ones by name on top."""
+    if classes > _CLASS_LABELS:
+        ax.set_xticks(range(0, classes, 5))
+        places = ((0.0, "left", BLUE), (1.0, "right", DARK_ORANGE))
+        for number, (x, side, colour) in zip(highlight, places, strict=False):
+            label = str(number) if names is None else shorten(f"{number} {names[number]}", 24, placeholder="…")
+            ax.text(x, 1.02, label, transform=ax.transAxes, ha=side, va="bottom", fontsize=SMALL, color=colour)
+        return
+    labels = [str(number) for number in range(classes)] if names is None else list(names)
+    long = max(map(len, labels)) > 3
+    turn: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if long else {}
+    ax.set_xticks(range(classes), labels, **turn)
+    if long:
+        ax.set_xlabel("")
 
 
 def logit_ellipse(
@@ -180,61 +262,47 @@ def logit_ellipse(
     the variance of that shift is huge and means nothing. Samples on the side of class i are blue, the others
     orange.
     """
-    ax = _new_axes((3.0, 3.0)) if ax is None else ax
+    ax = new_axes((3.0, 3.0)) if ax is None else ax
     from matplotlib.patches import Ellipse  # after the line above, which says so when matplotlib is missing
 
     view = _plane(gaussian, _checked_index(index, len(gaussian)), classes)
     first, second = view.sample(samples, seed)
     colours = [BLUE if a > b else ORANGE for a, b in zip(first, second, strict=True)]
     ax.scatter(first, second, s=5, c=colours, alpha=0.45, linewidths=0)
-    for sigma in (1, 2):
-        ellipse = Ellipse(
-            view.mean,
-            2 * sigma * view.major,
-            2 * sigma * view.minor,
-            angle=math.degrees(view.angle),
-            fill=False,
-            edgecolor=INK,
-            linewidth=1.2 if sigma == 1 else 0.8,
-        )
+    for sigma, width in ((1, 1.2), (2, 0.8)):
+        axes = 2 * sigma * view.major, 2 * sigma * view.minor
+        ellipse = Ellipse(view.mean, *axes, angle=math.degrees(view.angle), fill=False, edgecolor=INK, linewidth=width)
         ax.add_patch(ellipse)
     ax.plot(*view.mean, marker="+", color=INK, markersize=6)
     low, high = limits if limits is not None else _limits([view])
-    ax.plot([low, high], [low, high], color=INK, linewidth=1.0, linestyle=_DASHED)
+    ax.plot([low, high], [low, high], color=INK, linewidth=1.0, linestyle=DASHED)
     ax.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    ax.locator_params(nbins=5)  # the same ticks on both axes
     i, j = classes
-    ax.text(
-        0.84,
-        0.87,
-        f"$g_{{{i}}} = g_{{{j}}}$",
-        transform=ax.transAxes,
-        rotation=45,
-        horizontalalignment="center",
-        verticalalignment="bottom",
-        rotation_mode="anchor",
-        fontsize=_SMALL,
-        color=INK,
-    )
-    ax.set_xlabel(rf"$g_{{{i}}} - \bar g$", fontsize=_TEXT, color=BLUE)
-    ax.set_ylabel(rf"$g_{{{j}}} - \bar g$", fontsize=_TEXT, color="#A87300")
-    _plain(ax)
+    along: dict[str, Any] = {"rotation": 45, "rotation_mode": "anchor", "ha": "center", "va": "bottom"}
+    ax.text(0.84, 0.87, f"$g_{{{i}}} = g_{{{j}}}$", transform=ax.transAxes, fontsize=SMALL, color=INK, **along)
+    ax.set_xlabel(rf"$g_{{{i}}} - \bar g$", fontsize=TEXT, color=BLUE)
+    ax.set_ylabel(rf"$g_{{{j}}} - \bar g$", fontsize=TEXT, color=DARK_ORANGE)
+    plain(ax)
     return ax
 
 
 def figure_one(
-    images: Float[Tensor, "R H W"],
+    images: Float[Tensor, "R H W *rgb"],
     gaussian: LogitGaussian,
     prediction: Prediction,
     *,
     classes: Sequence[tuple[int, int]] | None = None,
     titles: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
     samples: int = 300,
     seed: int = 0,
 ) -> Figure:
     """The paper's first figure: one row an input, with the image, P^g for two classes, and the PMF.
 
-    `classes` says which two logits each row shows; without it the two most probable. All ellipses have the
-    same scale, so that their sizes can be compared.
+    Images are grey (drawn dark on light) or have red, green and blue in [0, 1] as a last dimension. `classes` says
+    which two logits each row shows; without it the two most probable. All ellipses have the same scale, so that
+    their sizes can be compared. `names` are those of the classes.
     """
     rows = len(images)
     if not rows == len(gaussian) == len(prediction.pmf):
@@ -244,7 +312,7 @@ def figure_one(
         )
     if classes is None:
         classes = [(int(i), int(j)) for i, j in prediction.pmf.topk(2).indices.tolist()]
-    figure = _new_figure((7.4, 2.25 * rows))
+    figure = new_figure((7.0, 2.0 * rows))
     grid = figure.subplots(rows, 3, squeeze=False, width_ratios=(0.8, 1.0, 1.7))
     limits = _limits([_plane(gaussian, row, pair) for row, pair in enumerate(classes)])
     for row, pair in enumerate(classes):
@@ -254,9 +322,9 @@ def figure_one(
         for spine in picture.spines.values():
             spine.set_edgecolor(GREY)
         if titles is not None:
-            picture.set_title(titles[row], fontsize=_TEXT, color=INK)
+            picture.set_title(titles[row], fontsize=TEXT, color=INK)
         logit_ellipse(gaussian, row, classes=pair, samples=samples, seed=seed, limits=limits, ax=plane)
-        pmf(prediction, row, highlight=pair, ax=bars)
+        pmf(prediction, row, highlight=pair, names=names, ax=bars)
         if row < rows - 1:
             bars.set_xlabel("")
     return figure
@@ -304,22 +372,3 @@ def _checked_index(index: int, length: int) -> int:
     if not -length <= index < length:
         raise ArgumentError(f"index says which input to draw and lies in 0 … {length - 1}; got {index}.")
     return index % length
-
-
-def _plain(ax: Axes) -> None:
-    ax.tick_params(labelsize=_SMALL, length=3)
-    ax.spines[["top", "right"]].set_visible(False)
-
-
-def _new_axes(size: tuple[float, float]) -> Axes:
-    return _new_figure(size).subplots()
-
-
-def _new_figure(size: tuple[float, float]) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise MissingExtraError(
-            "Figures need matplotlib, which is not installed: pip install 'errbar[plots]'."
-        ) from missing
-    return Figure(figsize=size, layout="constrained")

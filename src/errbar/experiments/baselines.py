@@ -24,16 +24,28 @@ def softmax_pmf(model: nn.Module, x: Float[Tensor, "N ..."], temperature: float 
 
 def ensemble_pmf(models: Sequence[nn.Module], x: Float[Tensor, "N ..."]) -> Float[Tensor, "N M"]:
     """(iii) Deep ensemble: (1/C) Σ_c softmax g(x; θ̂_c)."""
+    return ensemble_pmfs(models, x).mean(dim=0)
+
+
+def ensemble_pmfs(models: Sequence[nn.Module], x: Float[Tensor, "N ..."]) -> Float[Tensor, "C N M"]:
+    """The PMF of each member."""
     if not models:
         raise ArgumentError("A deep ensemble needs at least one network; got none.")
-    return torch.stack([softmax_pmf(model, x) for model in models]).mean(dim=0)
+    return torch.stack([softmax_pmf(model, x) for model in models])
 
 
-@torch.no_grad()
 def dropout_pmf(
     model: nn.Module, x: Float[Tensor, "N ..."], *, samples: int = 50, seed: int = 0
 ) -> Float[Tensor, "N M"]:
-    """(iv) MC dropout: (1/K) Σ_k softmax g(x; θ̂ with dropout mask k).
+    """(iv) MC dropout: (1/K) Σ_k softmax g(x; θ̂ with dropout mask k)."""
+    return dropout_pmfs(model, x, samples=samples, seed=seed).mean(dim=0)
+
+
+@torch.no_grad()
+def dropout_pmfs(
+    model: nn.Module, x: Float[Tensor, "N ..."], *, samples: int = 50, seed: int = 0
+) -> Float[Tensor, "K N M"]:
+    """The PMF of each stochastic pass.
 
     Only the dropout modules are put in training mode, and only on a copy: `model` stays as it is.
     """
@@ -47,4 +59,4 @@ def dropout_pmf(
             "Build and train it with dropout, e.g. paper_network(inputs, dropout=0.2)."
         )
     with seeded(seed, x.device):
-        return torch.stack([model(x).softmax(dim=-1) for _ in range(samples)]).mean(dim=0)
+        return torch.stack([model(x).softmax(dim=-1) for _ in range(samples)])

@@ -1,0 +1,164 @@
+"""From PMFs to numbers: scores, intervals, reliability, outliers, shift, paired differences. All JSON-ready."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar import metrics
+from errbar._progress import track
+from errbar.experiments.methods import Method
+from errbar.experiments.problem import Problem
+from errbar.logits import LogitGaussian
+
+BOOTSTRAPS = 1000
+# Two-sided 95 % quantiles of Student's t with 1, 2, … degrees of freedom.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, Any]:
+    """The paper's measures and more; ECE in per cent."""
+    literal = metrics.ece_literal(pmf, labels)
+    return {
+        "accuracy": metrics.accuracy(pmf, labels),
+        "log_likelihood": metrics.log_likelihood(pmf, labels),
+        "nll": metrics.nll(pmf, labels),
+        "brier": metrics.brier(pmf, labels),
+        "ece": 100 * metrics.ece(pmf, labels),
+        "ece_interval": ece_interval(pmf, labels),
+        "ece_literal": literal,
+        "aurc": metrics.aurc(pmf, labels),
+        "accuracy_at_90": accuracy_at(pmf, labels, 0.9),
+    }
+
+
+def ece_interval(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], bins: int = 10, seed: int = 0) -> list[float]:
+    """A 95 % interval of the ECE in per cent by resampling the inputs.
+
+    An input adds to one bin: its number, whether it was right, and its confidence. A resample is a multinomial count
+    of the inputs, and its ECE Σ_j |Σ_{n∈B_j} c_n (right_n − confidence_n)|/N.
+    """
+    confidence, label = pmf.double().cpu().max(1)
+    count = len(label)
+    gap = (label == labels.cpu()).double() - confidence
+    index = (confidence * bins).long().clamp(0, bins - 1)
+    drawn = torch.randint(count, (BOOTSTRAPS, count), generator=torch.Generator().manual_seed(seed))
+    values = torch.zeros(BOOTSTRAPS, bins, dtype=torch.float64).scatter_add_(1, index[drawn], gap[drawn])
+    ece = 100 * values.abs().sum(1) / count
+    return [float(v) for v in ece.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))]
+
+
+def accuracy_at(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], coverage: float) -> float:
+    """The accuracy among the most confident share of the inputs."""
+    kept = pmf.amax(1).argsort(descending=True, stable=True)[: math.ceil(coverage * len(pmf))]
+    return metrics.accuracy(pmf[kept], labels[kept])
+
+
+def reliability(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, list[float | None]]:
+    diagram = metrics.reliability(pmf, labels)
+
+    def listed(values: Tensor) -> list[float | None]:
+        return [None if math.isnan(value) else value for value in values.tolist()]
+
+    return {name: listed(getattr(diagram, name)) for name in ("count", "accuracy", "confidence")}
+
+
+def evaluate(
+    methods: Mapping[str, Method], problem: Problem, *, title: str = "Evaluating", progress: bool = False
+) -> dict[str, Any]:
+    """All of one run: each method on the test data, the outliers and the shifted test data."""
+    test = problem.test
+    result: dict[str, Any] = {"scores": {}, "reliability": {}, "cost": {}, "outliers": {}, "roc": {}, "shift": {}}
+    for shift in problem.shifts:
+        measures: dict[str, Any] = {measure: {key: [] for key in methods} for measure in ("nll", "ece", "accuracy")}
+        result["shift"][shift.kind] = {"severity": list(shift.severities), **measures}
+    for key, method in track(list(methods.items()), f"{title}: evaluating", enabled=progress):
+        outcome = method(test.x)
+        result["scores"][key] = {**scores(outcome.pmf, test.y), "fitted": method.fitted}
+        result["reliability"][key] = reliability(outcome.pmf, test.y)
+        result["cost"][key] = {"prepare_seconds": method.seconds, "predict_seconds": _seconds(method, test.x)}
+        inside = outcome.outlier_scores()
+        for name, foreign in problem.outliers.items():
+            outside = method(foreign).outlier_scores()
+            for score, values in inside.items():
+                both = torch.cat([values, outside[score]]).cpu()
+                positive = torch.arange(len(both)) >= len(values)
+                area = metrics.auroc(both, positive)
+                result["outliers"].setdefault(name, {}).setdefault(score, {})[key] = area
+                result["roc"].setdefault(name, {})[f"{key} · {score}"] = {**roc(both, positive), "auroc": area}
+        for shift in problem.shifts:
+            rows = result["shift"][shift.kind]
+            for severity in shift.severities:
+                pmf = method(shift.apply(test.x, severity)).pmf
+                rows["nll"][key].append(metrics.nll(pmf, test.y))
+                rows["ece"][key].append(100 * metrics.ece(pmf, test.y))
+                rows["accuracy"][key].append(metrics.accuracy(pmf, test.y))
+    return result
+
+
+def roc(values: Float[Tensor, "N"], positive: Tensor, points: int = 100) -> dict[str, list[float]]:
+    """About `points` points of the curve, from (0, 0) to (1, 1)."""
+    order = values.argsort(descending=True)
+    flags = positive[order].double()
+    true, false = flags.cumsum(0) / flags.sum(), (1 - flags).cumsum(0) / (1 - flags).sum()
+    # A point only where the score changes: ties are crossed in one step.
+    ends = torch.cat([values[order].diff() != 0, torch.tensor([True])]).nonzero()[:, 0]
+    wanted = torch.linspace(0, 1, points, dtype=torch.float64)
+    at = ends[torch.searchsorted(false[ends].contiguous(), wanted).clamp_max(len(ends) - 1)]
+    start = torch.zeros(1, dtype=torch.float64)
+    return {
+        "fpr": [round(v, 5) for v in torch.cat([start, false[at]]).tolist()],
+        "tpr": [round(v, 5) for v in torch.cat([start, true[at]]).tolist()],
+    }
+
+
+def _seconds(method: Method, x: Tensor) -> float:
+    """The second of two calls on at most 2000 inputs, per input: the first may prepare."""
+    part = x[:2000]
+    method(part)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    method(part)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / len(part)
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """Mean of first − second over the seeds and its 95 % interval by Student's t; none for a single seed."""
+    difference = torch.tensor(first, dtype=torch.float64) - torch.tensor(second, dtype=torch.float64)
+    mean, count = float(difference.mean()), len(difference)
+    if count < 2:
+        return {"mean": mean, "interval": None}
+    quantile = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else 1.96
+    half = quantile * float(difference.std()) / math.sqrt(count)
+    return {"mean": mean, "interval": [mean - half, mean + half]}
+
+
+def contrasting(gaussian: LogitGaussian, pmf: Float[Tensor, "N M"]) -> tuple[int, int, int]:
+    """A sure input, then two ambiguous ones with similar PMFs, of which the first has the more uncertain logits.
+
+    Ambiguous: confidence below 0.7. Similar: the sorted PMFs differ by at most 0.05 in total variation. Of
+    all such pairs the one with the largest ratio of σ of g_i − g_j, i and j the two best classes of each;
+    without any such pair, the most similar one.
+    """
+    confidence = pmf.amax(1)
+    i, j = pmf.topk(2).indices.unbind(1)
+    rows, P = torch.arange(len(pmf), device=pmf.device), gaussian.covariance
+    sigma = (P[rows, i, i] + P[rows, j, j] - 2 * P[rows, i, j]).clamp_min(1e-12).sqrt()
+    ambiguous = (confidence < 0.7).nonzero()[:, 0]
+    if len(ambiguous) < 2:
+        ambiguous = confidence.argsort()[:2]
+    profile = pmf[ambiguous].sort(descending=True).values
+    distance = (profile[:, None] - profile[None]).abs().sum(-1) / 2 + torch.eye(len(ambiguous), device=pmf.device)
+    allowed = distance <= max(0.05, float(distance.min()))
+    ratio = sigma[ambiguous][:, None] / sigma[ambiguous][None]
+    uncertain, certain = divmod(int(torch.where(allowed, ratio, 0.0).argmax()), len(ambiguous))
+    return int(confidence.argmax()), int(ambiguous[uncertain]), int(ambiguous[certain])

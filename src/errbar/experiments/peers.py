@@ -1,0 +1,59 @@
+"""laplace-torch in the same comparison, through its own interface. Used where it is installed, and never required."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from errbar.experiments.methods import Method, Outcome
+from errbar.experiments.problem import Problem, Samples
+
+
+def available() -> bool:
+    return importlib.util.find_spec("laplace") is not None
+
+
+def laplace_methods(network: nn.Module, problem: Problem, seconds: float) -> Iterator[tuple[str, Method]]:
+    """Its defaults (last layer, Kronecker, prior by marginal likelihood, probit), and its last layer at its best:
+    the full covariance, the prior by a grid search on the validation data, Monte Carlo."""
+    from laplace import Laplace
+
+    train, validation = _loader(problem.train), _loader(problem.validation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = time.perf_counter()
+        default = Laplace(copy.deepcopy(network), "classification")
+        default.fit(train)
+        default.optimize_prior_precision()
+        yield "laplace_default", _method("laplace-torch, default", default, seconds + time.perf_counter() - start)
+        start = time.perf_counter()
+        tuned = Laplace(copy.deepcopy(network), "classification", hessian_structure="full")
+        tuned.fit(train)
+        tuned.optimize_prior_precision(
+            method="gridsearch", val_loader=validation, pred_type="glm", link_approx="mc", n_samples=1000
+        )
+        taken = seconds + time.perf_counter() - start
+        yield "laplace_tuned", _method("laplace-torch, tuned", tuned, taken, link_approx="mc", n_samples=1000)
+
+
+def _method(name: str, laplace: Any, seconds: float, **options: Any) -> Method:
+    def predict(x: Tensor) -> Outcome:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Its Jacobians take memory and time quadratic in the batch.
+            pmf = torch.cat([laplace(part, **options).detach() for part in x.split(256)])
+        return Outcome(pmf)
+
+    return Method(name, predict, seconds, {"prior_precision": float(laplace.prior_precision.flatten()[0])})
+
+
+def _loader(samples: Samples) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(samples.x, samples.y), batch_size=512)

@@ -1,0 +1,120 @@
+"""Networks that were trained elsewhere: CIFAR-10 ResNets of a third party.
+
+All training data went into them, so one half of the test data calibrates and the other reports.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import errbar
+from errbar.errors import ArgumentError, DataError
+from errbar.experiments import datasets, methods, peers
+from errbar.experiments.evaluation import evaluate
+from errbar.experiments.methods import Method, batched, of_posterior
+from errbar.experiments.problem import Problem, Recipe, Samples, halves
+from errbar.experiments.reproduce import Options, described, save
+from errbar.experiments.resnet import cifar_resnet, load_pretrained, normalise
+from errbar.experiments.shifts import BLUR, CONTRAST, NOISE
+
+DEPTHS = {"resnet20": 20, "resnet32": 32}
+
+
+class _FromPixels(nn.Module):
+    """Takes pixels in [0, 1], as all networks of the experiments do."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(normalise(pixels))
+        return logits
+
+
+def pretrained(options: Options) -> dict[str, Any]:
+    """Calibrate on one half of the test data and report on the other, for several choices of parameters.
+
+    The runs differ in how the halves are drawn: the network is what it is.
+    """
+    start = time.perf_counter()
+    if options.data is None:
+        raise ArgumentError(
+            f"The experiment {options.name} needs its data: give the folder that holds them with --data."
+        )
+    device = torch.device(options.device)
+    network = _FromPixels(load_pretrained(_weights(options.data, options.name))).to(device).eval()
+    split = datasets.read_cifar10(options.data)
+    few = 500 if options.quick else None
+    train, rest = (
+        Samples(part.pixels()[:few].to(device), part.y[:few].to(device)) for part in (split.train, split.test)
+    )
+    foreign = datasets.read_svhn(options.data).pixels()[:few].to(device)
+    names: dict[str, str] = {}
+    runs, problem = [], None
+    for seed in range(options.count()):
+        validation, test = halves(rest, seed)
+        problem = Problem(
+            name=options.name,
+            train=train,
+            validation=validation,
+            test=test,
+            network=lambda dropout: cifar_resnet(DEPTHS[options.name]),
+            recipe=Recipe(epochs=200, batch_size=128, learning_rate=0.1),
+            members=0,
+            outliers={"SVHN": foreign},
+            shifts=(NOISE, BLUR, CONTRAST),
+        )
+        compared = _methods(network, problem)
+        names.update({key: method.name for key, method in compared.items()})
+        title = f"Half {seed + 1} of {options.count()}"
+        runs.append({"seed": seed, **evaluate(compared, problem, title=title, progress=options.progress)})
+        if seed > 0:
+            del runs[-1]["roc"]
+    assert problem is not None
+    result = {**described(options, problem), "methods": names, "runs": runs, "seconds": time.perf_counter() - start}
+    save(result, options)
+    return result
+
+
+def _methods(network: nn.Module, problem: Problem) -> dict[str, Method]:
+    compared = {
+        "standard": methods.standard(network, 0.0),
+        "temperature": methods.tempered("(ii) temp. scaling", network, problem, "ece", 0.0),
+        "temperature_nll": methods.tempered("temp. scaling, T by NLL", network, problem, "nll", 0.0),
+    }
+    if peers.available():
+        compared.update(peers.laplace_methods(network, problem, 0.0))
+    norms = [name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    last = next(name for name, module in reversed(list(network.named_modules())) if isinstance(module, nn.Linear))
+    for key, name, parameters in (("last", "last layer", [last]), ("norms", "last layer and norms", [last, *norms])):
+        for fisher in ("eta", "ggn"):
+            start = time.perf_counter()
+            information = errbar.collect(network, batched(problem.train), parameters=parameters, fisher=fisher)
+            posterior = max(
+                (errbar.condition(information, errbar.Prior(precision)) for precision in problem.priors),
+                key=lambda candidate: candidate.log_evidence(),
+            )
+            seconds = time.perf_counter() - start
+            compared[f"{key}_{fisher}"] = of_posterior(f"{name}, {fisher}", posterior, seconds)
+            calibrated = methods.calibrated(posterior, problem, "nll", ("temperature", "covariance_scale"))
+            compared[f"{key}_{fisher}_both"] = of_posterior(f"{name}, {fisher}, T and T_c", calibrated, seconds)
+    compared["both"] = compared.pop("last_ggn_both")
+    return compared
+
+
+def _weights(folder: Path, name: str) -> Path:
+    places = [folder, folder / "pretrained_cifar10"]
+    for place in places:
+        found = sorted(place.glob(f"{name}-*.th"))
+        if found:
+            return found[0]
+    raise DataError(
+        f"No weights of {name}: looked for {name}-*.th in {' and '.join(map(str, places))}. They come from the "
+        "repository akamaster/pytorch_resnet_cifar10 on GitHub, folder pretrained_models."
+    )

@@ -1,0 +1,313 @@
+"""`errbar reproduce`: train, compare, fuse, clean, draw; a result file from which tables and figures follow.
+
+Each run (seed) trains its own networks, which are kept: an interrupted experiment goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import errbar
+from errbar import metrics
+from errbar._progress import track
+from errbar.errors import ArgumentError
+from errbar.experiments import cleaning, coverage, methods, peers, sequences
+from errbar.experiments.evaluation import contrasting, evaluate, scores
+from errbar.experiments.methods import Method, batched
+from errbar.experiments.problem import Problem, Samples
+from errbar.experiments.problems import Experiment, build
+from errbar.experiments.store import kept
+from errbar.experiments.training import train
+from errbar.experiments.views import views
+
+SEEDS = {"mnist": 5, "cifar10": 3, "gtsrb": 3, "digits": 5}
+_SCALES = tuple(10 ** (exponent / 4) for exponent in range(-12, 13))
+# Seeds of members, of the network with dropout and of further networks, far enough apart to share none.
+_RUN, _DROPOUT, _OTHER = 1000, 900, 950
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    name: str
+    data: Path | None = None
+    output: Path = Path("reproduce-output")
+    seeds: int | None = None
+    quick: bool = False
+    device: str = "cpu"
+    progress: bool = True
+
+    def count(self) -> int:
+        count = self.seeds if self.seeds is not None else 2 if self.quick else SEEDS.get(self.name, 1)
+        if count < 1:
+            raise ArgumentError(f"seeds is {count}; expected a number of runs of one or more.")
+        return count
+
+    @property
+    def stem(self) -> str:
+        return f"{self.name}-quick" if self.quick else self.name
+
+
+def reproduce(options: Options) -> dict[str, Any]:
+    """Run an experiment and write `<output>/<name>.json`."""
+    start = time.perf_counter()
+    count = options.count()
+    experiment = build(options.name, options.data, quick=options.quick, device=torch.device(options.device))
+    folder = options.output / "networks" / options.stem
+    names: dict[str, str] = {}
+    runs = []
+    result: dict[str, Any] = {}
+    for seed in range(count):
+        run, first = _run(experiment, folder, seed, f"Run {seed + 1} of {count}", names, options.progress)
+        runs.append(run)
+        if seed == 0:
+            result.update(first)
+    result.update(described(options, experiment.problem), methods=names, runs=runs)
+    _combine_sequences(result)
+    result["seconds"] = time.perf_counter() - start
+    save(result, options)
+    return result
+
+
+def described(options: Options, problem: Problem) -> dict[str, Any]:
+    """What a result is of: settings, versions, machine."""
+    return {
+        "experiment": options.name,
+        "quick": options.quick,
+        "class_names": list(problem.class_names),
+        "settings": {
+            "recipe": asdict(problem.recipe),
+            "members": problem.members,
+            "dropout_samples": problem.dropout_samples,
+            "sizes": [len(part.y) for part in (problem.train, problem.validation, problem.test)],
+            "samples": 1000,
+            "seeds": list(range(options.count())),
+        },
+        "versions": {"errbar": errbar.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
+    }
+
+
+def save(result: dict[str, Any], options: Options) -> None:
+    options.output.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(rounded(result), separators=(",", ":"))
+    (options.output / f"{options.stem}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _run(
+    experiment: Experiment, folder: Path, seed: int, title: str, names: dict[str, str], progress: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Everything that one seed gives, and what only the first is asked for: pictures and curves."""
+    problem = experiment.problem
+    base = seed * _RUN
+    members, seconds = [], []
+    for number in track(range(problem.members), f"{title}: training the ensemble", enabled=progress):
+        network, taken = trained(problem, problem.train, folder, base + number)
+        members.append(network)
+        seconds.append(taken)
+    with_dropout, dropout_seconds = trained(problem, problem.train, folder, base + _DROPOUT, problem.recipe.dropout)
+    network, one = members[0], seconds[0]
+    compared: dict[str, Method] = {
+        "standard": methods.standard(network, one),
+        "temperature": methods.tempered("(ii) temp. scaling", network, problem, "ece", one),
+        "ensemble": methods.ensemble(members, sum(seconds)),
+        "dropout": methods.dropout(with_dropout, problem.dropout_samples, seed, dropout_seconds),
+        "temperature_nll": methods.tempered("temp. scaling, T by NLL", network, problem, "nll", one),
+    }
+    fitting = methods.posteriors(network, problem, one)
+    if peers.available():
+        compared.update(peers.laplace_methods(network, problem, one))
+    run: dict[str, Any] = {"seed": seed}
+    compared.update(track(fitting, f"{title}: fitting posteriors", total=9, enabled=progress))
+    order = ["standard", "temperature", "ensemble", "dropout", "proposed", "proposed_tc"]
+    compared = {key: compared[key] for key in [*order, *(key for key in compared if key not in order)]}
+    names.update({key: method.name for key, method in compared.items()})
+    run.update(evaluate(compared, problem, title=title, progress=progress))
+    paper, posterior = (compared[key].posterior for key in ("proposed", "both"))
+    assert paper is not None
+    assert posterior is not None
+    run["scale_curve"] = scale_curve(paper, problem)
+    run["linearisation"] = coverage.linearisation(posterior, problem.test.x[:200], samples=1000)
+    run["fusion"] = fusion(experiment, posterior, folder, base, progress=progress)
+    if experiment.foreign is not None:
+        run["cleaning"] = clean(experiment, folder, base, progress=progress)
+    first = (
+        {"illustration": illustration(posterior, problem), "fusion": strip(experiment, posterior)} if seed == 0 else {}
+    )
+    if seed > 0:
+        del run["roc"]
+    return run, first
+
+
+def _decay(problem: Problem) -> errbar.Prior:
+    return errbar.Prior.from_weight_decay(problem.recipe.weight_decay, len(problem.train.y))
+
+
+def main_posterior(network: nn.Module, problem: Problem, samples: Samples) -> errbar.Posterior:
+    """What errbar recommends: the exact Fisher information, T and T_c by NLL on the validation data."""
+    fitted = errbar.fit(network, batched(samples), last_layers=2, prior=_decay(problem))
+    return methods.calibrated(fitted, problem, "nll", ("temperature", "covariance_scale"))
+
+
+def trained(
+    problem: Problem, samples: Samples, folder: Path, seed: int, dropout: float = 0.0, kind: str = "network"
+) -> tuple[nn.Module, float]:
+    """A network of the problem, trained on `samples`, or the one kept from an earlier time."""
+    recipe = problem.recipe
+    with torch.random.fork_rng(devices=[]):
+        template = problem.network(dropout).to(problem.device)
+
+    def make() -> nn.Module:
+        return train(
+            template,
+            samples.x,
+            samples.y,
+            epochs=recipe.epochs,
+            learning_rate=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            batch_size=recipe.batch_size,
+            seed=seed,
+        )
+
+    made_by = {**asdict(recipe), "dropout": dropout, "seed": seed, "samples": len(samples.y), "kind": kind}
+    return kept(folder / f"{kind}-{seed}.safetensors", made_by, template, make)
+
+
+def scale_curve(posterior: errbar.Posterior, problem: Problem) -> dict[str, Any]:
+    """NLL and ECE of the paper's method on the validation data, over T_c."""
+    x, y = problem.validation
+    gaussians = [posterior.logits(part) for part in x.split(2048)]
+    curve: dict[str, Any] = {"covariance_scale": list(_SCALES), "nll": [], "ece": []}
+    for scale in _SCALES:
+        pmf = torch.cat([gaussian.scaled(scale).predict().pmf for gaussian in gaussians])
+        curve["nll"].append(metrics.nll(pmf, y))
+        curve["ece"].append(100 * metrics.ece(pmf, y))
+    best = {name: _SCALES[min(range(len(_SCALES)), key=curve[name].__getitem__)] for name in ("nll", "ece")}
+    return {**curve, "chosen": best}
+
+
+def fusion(
+    experiment: Experiment, posterior: errbar.Posterior, folder: Path, base: int, *, progress: bool
+) -> dict[str, Any]:
+    """Frames of one object, and two classifiers that were trained on different halves of the data."""
+    problem = experiment.problem
+    held_out, shown = _sequences(experiment)
+    noise = sequences.frame_noise(posterior, held_out[0])
+    correlation = sequences.frame_correlation(posterior, *held_out)
+    study = sequences.study(posterior, *shown, noise=noise, correlation=correlation, progress=progress)
+    found: dict[str, Any] = {"sequences": {**study, "correlation": correlation}}
+    classifiers = []
+    for part in (0, 1):
+        half = problem.train.take(slice(part, None, 2))
+        network, _ = trained(problem, half, folder, base + _OTHER + part, kind="half")
+        classifiers.append(main_posterior(network, problem, half))
+    found["classifiers"] = sequences.two_classifiers(classifiers, problem.test.x, problem.test.y)
+    return found
+
+
+def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Frames and labels, to fit frame noise on and to report on: real ones, or views of pictures."""
+    if experiment.sequences is not None:
+        return tuple((part.frames, part.labels) for part in experiment.sequences)
+    frames, most = experiment.views
+    found = []
+    for seed, (x, y) in enumerate((experiment.problem.validation, experiment.problem.test)):
+        count = min(most, len(y))
+        moved = views(x[:count].cpu(), frames, degrees=10.0, pixels=1.0, noise=0.1, seed=seed)
+        found.append((moved.to(x.device), y[:count]))
+    return tuple(found)
+
+
+def strip(experiment: Experiment, posterior: errbar.Posterior) -> dict[str, Any]:
+    """One sequence with the PMFs of each method after each of its frames: the one whose first frame is least sure."""
+    held_out, (frames, labels) = _sequences(experiment)
+    noise = sequences.frame_noise(posterior, held_out[0])
+    doubt = posterior.logits(frames[:, 0]).predict().confidence.argmin()
+    fused = sequences.gaussians([sequences.joint_logits(posterior, frames[doubt])], noise)
+    pmf = {name: [gaussian.predict().pmf[0].tolist() for gaussian in each] for name, each in fused.items()}
+    return {"strip": {"images": frames[doubt].tolist(), "pmf": pmf, "label": int(labels[doubt])}}
+
+
+def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) -> dict[str, Any]:
+    """2 % wrong labels and 1 % foreign pictures in the training data: who finds them, and what that gains."""
+    problem, foreign = experiment.problem, experiment.foreign
+    assert foreign is not None
+    device, classes = problem.device, len(problem.class_names)
+    pixels = (255 * problem.train.x).round().byte().cpu()
+    images, labels, kind = cleaning.contaminate(
+        pixels, problem.train.y.cpu(), (255 * foreign).round().byte().cpu(), classes=classes, seed=base
+    )
+    dirty = Samples(images.to(device).float() / 255, labels.to(device))
+    network, _ = trained(problem, dirty, folder, base, kind="dirty")
+    posterior = errbar.fit(network, batched(dirty), last_layers=2, prior=_decay(problem))
+    ranking = cleaning.rank(posterior, dirty.x, dirty.y, progress=progress)
+    found: dict[str, Any] = {"ranking": cleaning.report(ranking, kind), "retrained": {}}
+    count = int((kind > 0).sum())
+    removed: dict[str, Tensor] = {}
+    for name in ("suspicion plus entropy", "label suspicion", "loss plus entropy"):
+        removed[name] = ranking[name].cpu().argsort(descending=True)[:count]
+    removed["what is wrong"] = (kind > 0).nonzero()[:, 0]
+    networks = {"nothing": network}
+    for name, rows in removed.items():
+        keep = torch.ones(len(kind), dtype=torch.bool)
+        keep[rows] = False
+        rest = dirty.take(keep.nonzero()[:, 0].to(device))
+        networks[name], _ = trained(problem, rest, folder, base, kind=f"without {name}".replace(" ", "-"))
+    for name, again in networks.items():
+        found["retrained"][name] = scores(methods.standard(again, 0.0)(problem.test.x).pmf, problem.test.y)
+    return found
+
+
+def illustration(posterior: errbar.Posterior, problem: Problem) -> list[dict[str, Any]]:
+    """The paper's Figure 1: a sure input, then two ambiguous ones with similar PMFs and unlike logits."""
+    x, y = problem.test.x[:2000], problem.test.y[:2000]
+    gaussian = posterior.logits(x)
+    prediction = gaussian.predict()
+    return [
+        {
+            "image": x[index].tolist(),
+            "mean": gaussian.mean[index].tolist(),
+            "covariance": gaussian.covariance[index].tolist(),
+            "pmf": prediction.pmf[index].tolist(),
+            "std": prediction.std[index].tolist(),
+            "label": int(y[index]),
+        }
+        for index in contrasting(gaussian, prediction.pmf)
+    ]
+
+
+def _combine_sequences(result: dict[str, Any]) -> None:
+    """The mean over the runs, for the figure."""
+    runs = [run["fusion"]["sequences"] for run in result["runs"]]
+    mean = {
+        method: {
+            name: [
+                sum(values) / len(values)
+                for values in zip(*(run["methods"][method][name] for run in runs), strict=True)
+            ]
+            for name in of_method
+        }
+        for method, of_method in runs[0]["methods"].items()
+    }
+    result["fusion"]["sequences"] = {"frames": list(range(1, runs[0]["frames"] + 1)), "methods": mean}
+
+
+def rounded(value: Any) -> Any:
+    """Six significant digits are more than any of this is worth."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if value == value else None
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [rounded(item) for item in value]
+    return value

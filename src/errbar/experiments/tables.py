@@ -1,0 +1,304 @@
+"""Tables from result files, for the terminal and for `docs/results.md`.
+
+In the document a table stands between `<!-- table: EXPERIMENT NAME -->` and `<!-- end -->`; `fill` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from errbar.errors import ArgumentError
+from errbar.experiments.evaluation import paired
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows of text; the first column is left-aligned."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        rule = ["---", *("---:" for _ in self.headings[1:])]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rule, *self.rows))
+
+
+@dataclass(frozen=True)
+class Measure:
+    heading: str
+    of: Callable[[Mapping[str, Any]], float]
+    form: str
+    higher_is_better: bool
+
+
+MEASURES = (
+    Measure("accuracy % ↑", lambda s: 100 * s["accuracy"], ".2f", True),
+    Measure("Σ ln f ↑", lambda s: s["log_likelihood"], ".0f", True),
+    Measure("NLL ↓", lambda s: s["nll"], ".4f", False),
+    Measure("Brier ↓", lambda s: s["brier"], ".4f", False),
+    Measure("ECE % ↓", lambda s: s["ece"], ".2f", False),
+    Measure("literal ECE ↓", lambda s: s["ece_literal"], ".3f", False),
+    Measure("AURC % ↓", lambda s: 100 * s["aurc"], ".3f", False),
+    Measure("accuracy at 90 % ↑", lambda s: 100 * s["accuracy_at_90"], ".2f", True),
+)
+
+
+def score_table(result: Result) -> Table:
+    """Mean ± standard deviation over the runs of each method; under ECE the mean bootstrap interval."""
+    rows = []
+    for key, name in result["methods"].items():
+        each = [run["scores"][key] for run in result["runs"]]
+        cells = [mean_and_deviation([measure.of(one) for one in each], measure.form) for measure in MEASURES]
+        bounds = [statistics.fmean(one["ece_interval"][side] for one in each) for side in (0, 1)]
+        cells[4] += f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+        rows.append((name, *cells))
+    return Table("On the test data", ("method", *(measure.heading for measure in MEASURES)), tuple(rows))
+
+
+def fitted_table(result: Result) -> Table:
+    """What was chosen on the validation data."""
+    names = ("temperature", "covariance_scale", "prior_precision")
+    rows = []
+    for key, name in result["methods"].items():
+        each = [run["scores"][key]["fitted"] for run in result["runs"]]
+        if each[0]:
+            cells = [mean_and_deviation([one[n] for one in each], ".3g") if n in each[0] else "" for n in names]
+            rows.append((name, *cells))
+    return Table("Chosen on the validation data", ("method", "T", "T_c", "prior precision"), tuple(rows))
+
+
+def outlier_table(result: Result) -> Table:
+    """AUROC in per cent of each method and score, a column a score and a foreign data set."""
+    columns = [(name, score) for name, scores in result["runs"][0]["outliers"].items() for score in scores]
+    rows = []
+    for key, name in result["methods"].items():
+        cells = []
+        for foreign, score in columns:
+            each = [run["outliers"][foreign][score].get(key) for run in result["runs"]]
+            cells.append("" if each[0] is None else mean_and_deviation([100 * area for area in each], ".1f"))
+        rows.append((name, *cells))
+    return Table("AUROC of outlier detection, %", ("method", *(f"{f}: {score}" for f, score in columns)), tuple(rows))
+
+
+def shift_table(result: Result) -> Table:
+    """NLL and ECE, averaged over the severities above none."""
+    kinds = list(result["runs"][0]["shift"])
+    rows = []
+    for key, name in result["methods"].items():
+        cells = []
+        for kind in kinds:
+            for measure, form in (("nll", ".3f"), ("ece", ".2f")):
+                each = [statistics.fmean(run["shift"][kind][measure][key][1:]) for run in result["runs"]]
+                cells.append(mean_and_deviation(each, form))
+        rows.append((name, *cells))
+    headings = tuple(f"{kind}: {measure}" for kind in kinds for measure in ("NLL ↓", "ECE % ↓"))
+    return Table("Under shift, mean over the severities", ("method", *headings), tuple(rows))
+
+
+def cost_table(result: Result) -> Table:
+    """Seconds to prepare (training included) and to predict, and both relative to the standard network."""
+    runs = result["runs"]
+
+    def seconds(key: str, what: str) -> float:
+        return float(statistics.median(run["cost"][key][what] for run in runs))
+
+    base = {what: seconds("standard", what) for what in ("prepare_seconds", "predict_seconds")}
+    rows = tuple(
+        (
+            name,
+            f"{seconds(key, 'prepare_seconds'):.1f}",
+            f"{seconds(key, 'prepare_seconds') / base['prepare_seconds']:.2f}×",
+            f"{1e6 * seconds(key, 'predict_seconds'):.1f}",
+            f"{seconds(key, 'predict_seconds') / base['predict_seconds']:.1f}×",
+        )
+        for key, name in result["methods"].items()
+    )
+    headings = ("method", "train and fit, s", "relative", "predict, µs an input", "relative")
+    return Table(f"Cost on {result['device']}", headings, rows)
+
+
+def paired_table(result: Result, first: str = "both") -> Table:
+    """`first` minus each other method, paired by seed, with 95 % intervals; negative is better for `first`."""
+    runs, rows = result["runs"], []
+
+    def difference(of: Callable[[Mapping[str, Any], str], float], key: str, form: str) -> str:
+        return _interval([of(run, first) for run in runs], [of(run, key) for run in runs], form)
+
+    columns: dict[str, tuple[Callable[[Mapping[str, Any], str], float], str]] = {
+        "NLL": (lambda run, key: run["scores"][key]["nll"], "+.4f"),
+        "ECE %": (lambda run, key: run["scores"][key]["ece"], "+.2f"),
+    }
+    for foreign in runs[0]["outliers"]:
+        columns[f"1 − AUROC %, {foreign}"] = (partial(_missed_area, foreign), "+.2f")
+    for kind in runs[0]["shift"]:
+        columns[f"NLL under {kind}"] = (partial(_shifted, kind), "+.3f")
+    for key in ("temperature_nll", "standard", "ensemble", "laplace_default", "laplace_tuned", "proposed_tc"):
+        if key in result["methods"]:
+            cells = (difference(of, key, form) for of, form in columns.values())
+            rows.append((result["methods"][key], *cells))
+    return Table(f"{result['methods'][first]}, minus another", ("minus", *columns), tuple(rows))
+
+
+def _missed_area(foreign: str, run: Mapping[str, Any], key: str) -> float:
+    """1 − AUROC in per cent by the entropy of the PMF, which every method has."""
+    return 100 * (1 - float(run["outliers"][foreign]["entropy"][key]))
+
+
+def _shifted(kind: str, run: Mapping[str, Any], key: str) -> float:
+    """NLL, averaged over the severities above none."""
+    return statistics.fmean(run["shift"][kind]["nll"][key][1:])
+
+
+def fusion_table(result: Result) -> Table:
+    """Sequences: accuracy, NLL and ECE after 1, 3 and all frames."""
+    runs = [run["fusion"]["sequences"] for run in result["runs"]]
+    frames = runs[0]["frames"]
+    shown = sorted({count for count in (1, 3, frames) if count <= frames})
+    rows = tuple(
+        (
+            name,
+            *(
+                mean_and_deviation([factor * run["methods"][name][measure][count - 1] for run in runs], form)
+                for measure, factor, form in (("accuracy", 100, ".1f"), ("nll", 1, ".3f"), ("ece", 100, ".1f"))
+                for count in shown
+            ),
+        )
+        for name in runs[0]["methods"]
+    )
+    headings = tuple(f"{m}, {c}" for m in ("accuracy %", "NLL", "ECE %") for c in shown)
+    return Table("Frames of one object, after 1, 3 and all", ("method", *headings), rows)
+
+
+def decision_table(result: Result, threshold: float = 0.95) -> Table:
+    """Deciding when the maximal probability first exceeds a threshold."""
+    runs = [run["fusion"]["sequences"]["decisions"] for run in result["runs"]]
+    rows = []
+    for name in runs[0]:
+        each = [next(d for d in run[name] if d["threshold"] == threshold) for run in runs]
+        cells = []
+        for key in ("frames", "decided", "error", "error_of_all"):
+            found = [decision[key] for decision in each if key in decision]
+            cells.append(mean_and_deviation(found, ".3f") if found else "")
+        rows.append((name, *cells))
+    headings = ("method", "frames until decided", "share decided", "error of those", "error of all")
+    return Table(f"Deciding at a probability of {threshold:g}", headings, tuple(rows))
+
+
+def classifier_table(result: Result) -> Table:
+    """Two classifiers trained on different halves."""
+    runs = [run["fusion"]["classifiers"] for run in result["runs"]]
+    rows = tuple(
+        (
+            name,
+            *(
+                mean_and_deviation([factor * run[name][measure] for run in runs], form)
+                for measure, factor, form in (
+                    ("accuracy", 100, ".2f"),
+                    ("nll", 1, ".4f"),
+                    ("brier", 1, ".4f"),
+                    ("ece", 100, ".2f"),
+                )
+            ),
+        )
+        for name in runs[0]
+    )
+    return Table("Two classifiers", ("method", "accuracy % ↑", "NLL ↓", "Brier ↓", "ECE % ↓"), rows)
+
+
+def cleaning_table(result: Result) -> Table:
+    """Average precision of each ranking for each kind of mistake, and precision among as many as there are."""
+    runs = [run["cleaning"]["ranking"] for run in result["runs"]]
+    kinds = list(runs[0])
+    rows = tuple(
+        (
+            score,
+            *(
+                mean_and_deviation([100 * run[kind][score][measure] for run in runs], ".1f")
+                for kind in kinds
+                for measure in ("average_precision", "precision_at_positives")
+            ),
+        )
+        for score in runs[0][kinds[0]]
+    )
+    headings = tuple(f"{kind}: {m}" for kind in kinds for m in ("average precision %", "precision %"))
+    return Table("Finding what is wrong in the training data", ("ranked by", *headings), rows)
+
+
+def retraining_table(result: Result) -> Table:
+    runs = [run["cleaning"]["retrained"] for run in result["runs"]]
+    shown = (MEASURES[0], MEASURES[2], MEASURES[4])
+    rows = tuple(
+        (name, *(mean_and_deviation([m.of(run[name]) for run in runs], m.form) for m in shown)) for name in runs[0]
+    )
+    return Table("Trained again without", ("without", *(measure.heading for measure in shown)), rows)
+
+
+TABLES: dict[str, Callable[[Result], Table]] = {
+    "scores": score_table,
+    "fitted": fitted_table,
+    "outliers": outlier_table,
+    "shift": shift_table,
+    "paired": paired_table,
+    "cost": cost_table,
+    "fusion": fusion_table,
+    "decisions": decision_table,
+    "classifiers": classifier_table,
+    "cleaning": cleaning_table,
+    "retraining": retraining_table,
+}
+
+
+def available(result: Result) -> list[str]:
+    """The tables that this result has values for."""
+    run = result["runs"][0]
+    needs = {
+        "outliers": "outliers",
+        "shift": "shift",
+        "fusion": "fusion",
+        "decisions": "fusion",
+        "classifiers": "fusion",
+    }
+    needs |= {"cleaning": "cleaning", "retraining": "cleaning"}
+    return [name for name in TABLES if name not in needs or run.get(needs[name])]
+
+
+def fill(text: str, results: Mapping[str, Result]) -> str:
+    """The document with each marked table written from its result."""
+
+    def table(match: re.Match[str]) -> str:
+        experiment, name = match.group(1), match.group(2)
+        if experiment not in results or name not in TABLES:
+            raise ArgumentError(f"The document asks for the table {name!r} of {experiment!r}, which there is not.")
+        return f"<!-- table: {experiment} {name} -->\n{TABLES[name](results[experiment]).markdown()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\S+) (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def refresh(page: Path, folder: Path) -> None:
+    """Write the tables of a document anew from the result files of a folder."""
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def mean_and_deviation(values: Sequence[float], form: str) -> str:
+    mean = format(statistics.fmean(values), form)
+    return f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}" if len(values) > 1 else mean
+
+
+def _interval(ours: Sequence[float], theirs: Sequence[float], form: str) -> str:
+    difference = paired(ours, theirs)
+    text = format(difference["mean"], form)
+    if difference["interval"] is None:
+        return text
+    low, high = (format(bound, form) for bound in difference["interval"])
+    return f"{text} [{low}, {high}]"
