@@ -53,7 +53,7 @@ def test_the_result_has_every_method_and_every_part(result: dict[str, Any], outp
             "joint with frame noise",
         }
         assert set(run["cleaning"]["retrained"]) >= {"nothing", "label suspicion", "what is wrong"}
-    assert {path.suffix for path in output.glob("digits-*")} == {".json", ".png", ".pdf"}
+    assert {path.suffix for path in output.glob("digits-*")} == {".json", ".md", ".png", ".pdf"}
 
 
 def test_calibrated_covariance_keeps_the_log_likelihood_of_temperature_scaling(result: dict[str, Any]) -> None:

@@ -79,6 +79,10 @@ def application() -> "typer.Typer":
             Path, typer.Option("--output", metavar="DIR", help="Folder for results, figures and trained networks.")
         ] = Path("reproduce-output"),
         seeds: Annotated[int | None, typer.Option(help="Number of runs; by default 5, or 3 for larger data.")] = None,
+        only: Annotated[
+            int | None,
+            typer.Option(metavar="SEED", help="One run alone, to spread them; finished ones are put together."),
+        ] = None,
         quick: Annotated[bool, typer.Option("--quick", help="A small subset: the whole pipeline in a minute.")] = False,
         device: Annotated[str, typer.Option(help="Where to compute, for example cuda.")] = "cpu",
         progress: Annotated[bool, typer.Option(help="Show how long it still takes.")] = True,
@@ -86,6 +90,6 @@ def application() -> "typer.Typer":
         """Repeat an experiment of the paper: train, compare the methods, fuse, clean, and draw the figures."""
         from errbar.experiments.command import run
 
-        run(experiment, data=data, output=output, seeds=seeds, quick=quick, device=device, progress=progress)
+        run(experiment, data=data, output=output, seeds=seeds, quick=quick, device=device, progress=progress, only=only)
 
     return app

@@ -37,9 +37,10 @@ def run(
     quick: bool,
     device: str,
     progress: bool,
+    only: int | None = None,
 ) -> None:
     """Compute, then print the tables and draw the figures."""
-    options = Options(experiment, data, output, seeds, quick, device, progress)
+    options = Options(experiment, data, output, seeds, quick, device, progress, only)
     result = pretrained(options) if experiment in DEPTHS else reproduce(options)
     console = Console(highlight=False)
     made = {name: tables.TABLES[name](result) for name in tables.available(result)}

@@ -6,6 +6,7 @@ All training data went into them, so one half of the test data calibrates and th
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import nn
 
 import errbar
 from errbar.errors import ArgumentError, DataError
-from errbar.experiments import datasets, methods, peers
+from errbar.experiments import datasets, methods
 from errbar.experiments.evaluation import evaluate
 from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
-from errbar.experiments.reproduce import Options, described, save
+from errbar.experiments.reproduce import Options, described, finished_runs, kept_run, save
 from errbar.experiments.resnet import cifar_resnet, load_pretrained, normalise
 from errbar.experiments.shifts import BLUR, CONTRAST, NOISE
 
@@ -55,11 +56,10 @@ def pretrained(options: Options) -> dict[str, Any]:
         Samples(part.pixels()[:few].to(device), part.y[:few].to(device)) for part in (split.train, split.test)
     )
     foreign = datasets.read_svhn(options.data).pixels()[:few].to(device)
-    names: dict[str, str] = {}
-    runs, problem = [], None
-    for seed in range(options.count()):
+
+    def problem(seed: int) -> Problem:
         validation, test = halves(rest, seed)
-        problem = Problem(
+        return Problem(
             name=options.name,
             train=train,
             validation=validation,
@@ -70,14 +70,22 @@ def pretrained(options: Options) -> dict[str, Any]:
             outliers={"SVHN": foreign},
             shifts=(NOISE, BLUR, CONTRAST),
         )
-        compared = _methods(network, problem)
-        names.update({key: method.name for key, method in compared.items()})
+
+    def compute(seed: int) -> dict[str, Any]:
+        compared = _methods(network, problem(seed))
         title = f"Half {seed + 1} of {options.count()}"
-        runs.append({"seed": seed, **evaluate(compared, problem, title=title, progress=options.progress)})
+        run = evaluate(compared, problem(seed), title=title, progress=options.progress)
         if seed > 0:
-            del runs[-1]["roc"]
-    assert problem is not None
-    result = {**described(options, problem), "methods": names, "runs": runs, "seconds": time.perf_counter() - start}
+            del run["roc"]
+        return {"seed": seed, "methods": {key: method.name for key, method in compared.items()}, **run}
+
+    description = described(options, problem(0))
+    for seed in range(options.count()) if options.only is None else [options.only]:
+        kept_run(options, description, seed, partial(compute, seed))
+    runs = finished_runs(options, description)
+    result = {**description, "methods": runs[0]["methods"], "runs": runs, "seconds": time.perf_counter() - start}
+    for run in runs:
+        del run["methods"]
     save(result, options)
     return result
 
@@ -88,8 +96,6 @@ def _methods(network: nn.Module, problem: Problem) -> dict[str, Method]:
         "temperature": methods.tempered("(ii) temp. scaling", network, problem, "ece", 0.0),
         "temperature_nll": methods.tempered("temp. scaling, T by NLL", network, problem, "nll", 0.0),
     }
-    if peers.available():
-        compared.update(peers.laplace_methods(network, problem, 0.0))
     norms = [name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)]
     last = next(name for name, module in reversed(list(network.named_modules())) if isinstance(module, nn.Linear))
     for key, name, parameters in (("last", "last layer", [last]), ("norms", "last layer and norms", [last, *norms])):

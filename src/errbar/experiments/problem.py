@@ -37,6 +37,7 @@ class Recipe:
     learning_rate: float = 1e-4
     weight_decay: float = 1e-4
     dropout: float = 0.2
+    bfloat16_on_gpu: bool = False
 
 
 @dataclass(frozen=True, eq=False)

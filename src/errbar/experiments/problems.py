@@ -77,7 +77,7 @@ def cifar10(folder: Path, *, quick: bool, device: torch.device) -> Experiment:
         network=lambda dropout: nn.Sequential(
             Normalise(_CIFAR_MEAN, _CIFAR_STD), *convolutional_network(10, widths, dropout)
         ),
-        recipe=Recipe(epochs=10, batch_size=128),
+        recipe=Recipe(epochs=10, batch_size=128, bfloat16_on_gpu=True),
         members=10,
         outliers={"SVHN": datasets.read_svhn(folder).pixels().to(device)},
         shifts=(NOISE, BLUR, CONTRAST),
@@ -112,7 +112,12 @@ def gtsrb(folder: Path, *, quick: bool, device: torch.device) -> Experiment:
             Normalise((0.33, 0.31, 0.32), (0.28, 0.26, 0.27)),
             *convolutional_network(43, _SMALL if quick else (64, 64, 128, 128, 256, 256), dropout),
         ),
-        recipe=Recipe(epochs=2 if quick else 15, batch_size=64, learning_rate=1e-3 if quick else 3e-4),
+        recipe=Recipe(
+            epochs=2 if quick else 15,
+            batch_size=64,
+            learning_rate=1e-3 if quick else 3e-4,
+            bfloat16_on_gpu=True,
+        ),
         members=2 if quick else 5,
         shifts=(Shift("noise", (0.0, 3.0), NOISE.apply),) if quick else (NOISE, BLUR, CONTRAST),
         class_names=tuple(str(label) for label in range(43)),
@@ -147,7 +152,7 @@ def digits(folder: Path | None = None, *, quick: bool, device: torch.device) -> 
             nn.Flatten(),
             *(paper_network(64, (), dropout, head=(32, 16)) if quick else paper_network(64, dropout=dropout)),
         ),
-        recipe=Recipe(epochs=5 if quick else 40, batch_size=32, learning_rate=1e-3),
+        recipe=Recipe(epochs=12 if quick else 40, batch_size=32, learning_rate=1e-3),
         members=10,
         outliers={"scrambled": scrambled},
         shifts=(ROTATION,),
@@ -177,12 +182,10 @@ def _finished(problem: Problem, foreign: Tensor | None, quick: bool) -> Experime
     small = Problem(
         name=problem.name,
         train=problem.train.take(slice(0, 1500)),
-        validation=problem.validation.take(slice(0, 300)),
-        test=problem.test.take(slice(0, 300)),
+        validation=problem.validation.take(slice(0, 200)),
+        test=problem.test.take(slice(0, 200)),
         network=problem.network,
-        recipe=Recipe(
-            epochs=min(problem.recipe.epochs, 5), batch_size=problem.recipe.batch_size // 4 or 1, learning_rate=1e-3
-        ),
+        recipe=Recipe(epochs=problem.recipe.epochs, batch_size=problem.recipe.batch_size // 4 or 1, learning_rate=1e-3),
         members=2,
         outliers={name: x[:200] for name, x in problem.outliers.items()},
         shifts=tuple(Shift(s.kind, (s.severities[0], s.severities[2]), s.apply) for s in problem.shifts),
@@ -190,7 +193,7 @@ def _finished(problem: Problem, foreign: Tensor | None, quick: bool) -> Experime
         dropout_samples=5,
         priors=_FEW_PRIORS,
     )
-    return Experiment(small, foreign=None if foreign is None else foreign[:200], views=(3, 30))
+    return Experiment(small, foreign=None if foreign is None else foreign[:200], views=(3, 15))
 
 
 def _stratified(labels: Int[Tensor, " N"], shares: tuple[float, ...], seed: int) -> list[Int[Tensor, " k"]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,11 @@ class Options:
     quick: bool = False
     device: str = "cpu"
     progress: bool = True
+    only: int | None = None
 
     def count(self) -> int:
-        count = self.seeds if self.seeds is not None else 2 if self.quick else SEEDS.get(self.name, 1)
+        default = SEEDS.get(self.name, 3)
+        count = self.seeds if self.seeds is not None else (2 if self.name == "digits" else 1) if self.quick else default
         if count < 1:
             raise ArgumentError(f"seeds is {count}; expected a number of runs of one or more.")
         return count
@@ -63,20 +66,46 @@ def reproduce(options: Options) -> dict[str, Any]:
     start = time.perf_counter()
     count = options.count()
     experiment = build(options.name, options.data, quick=options.quick, device=torch.device(options.device))
-    folder = options.output / "networks" / options.stem
-    names: dict[str, str] = {}
-    runs = []
-    result: dict[str, Any] = {}
-    for seed in range(count):
-        run, first = _run(experiment, folder, seed, f"Run {seed + 1} of {count}", names, options.progress)
-        runs.append(run)
-        if seed == 0:
-            result.update(first)
-    result.update(described(options, experiment.problem), methods=names, runs=runs)
+    description = described(options, experiment.problem)
+    for seed in range(count) if options.only is None else [options.only]:
+        compute = partial(_run, experiment, options.output / "networks" / options.stem, seed, count, options.progress)
+        kept_run(options, description, seed, compute)
+    runs = finished_runs(options, description)
+    result = {**description, "methods": runs[0]["methods"], "runs": runs}
+    for run in runs:
+        del run["methods"]
+        if "illustration" in run:
+            result["illustration"], result["fusion"] = run.pop("illustration"), {"strip": run.pop("strip")}
     _combine_sequences(result)
     result["seconds"] = time.perf_counter() - start
     save(result, options)
     return result
+
+
+def kept_run(options: Options, description: dict[str, Any], seed: int, compute: Callable[[], dict[str, Any]]) -> None:
+    """Compute a run and keep it, unless one of the same description is kept already."""
+    path = options.output / "runs" / f"{options.stem}-{seed}.json"
+    if path.exists() and json.loads(path.read_text(encoding="utf-8"))["of"] == _identity(description):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(rounded({"of": _identity(description), **compute()}), separators=(",", ":"))
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def finished_runs(options: Options, description: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs that are kept, in the order of their seeds."""
+    paths = (options.output / "runs").glob(f"{options.stem}-*.json")
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    same = [run for run in found if run.pop("of") == _identity(description)]
+    return sorted(same, key=lambda run: int(run["seed"]))
+
+
+def _identity(description: dict[str, Any]) -> dict[str, Any]:
+    """What has to be equal for runs to be of one experiment."""
+    identity: dict[str, Any] = rounded({key: description[key] for key in ("experiment", "quick", "settings")})
+    return identity
 
 
 def described(options: Options, problem: Problem) -> dict[str, Any]:
@@ -91,7 +120,6 @@ def described(options: Options, problem: Problem) -> dict[str, Any]:
             "dropout_samples": problem.dropout_samples,
             "sizes": [len(part.y) for part in (problem.train, problem.validation, problem.test)],
             "samples": 1000,
-            "seeds": list(range(options.count())),
         },
         "versions": {"errbar": errbar.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
@@ -104,11 +132,9 @@ def save(result: dict[str, Any], options: Options) -> None:
     (options.output / f"{options.stem}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _run(
-    experiment: Experiment, folder: Path, seed: int, title: str, names: dict[str, str], progress: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Everything that one seed gives, and what only the first is asked for: pictures and curves."""
-    problem = experiment.problem
+def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: bool) -> dict[str, Any]:
+    """Everything that one seed gives; the first also pictures and curves."""
+    problem, title = experiment.problem, f"Run {seed + 1} of {count}"
     base = seed * _RUN
     members, seconds = [], []
     for number in track(range(problem.members), f"{title}: training the ensemble", enabled=progress):
@@ -125,13 +151,16 @@ def _run(
         "temperature_nll": methods.tempered("temp. scaling, T by NLL", network, problem, "nll", one),
     }
     fitting = methods.posteriors(network, problem, one)
-    if peers.available():
-        compared.update(peers.laplace_methods(network, problem, one))
     run: dict[str, Any] = {"seed": seed}
+    if peers.available():
+        try:
+            compared.update(peers.laplace_methods(network, problem, one))
+        except Exception as error:  # whatever a peer cannot do is reported, and must not stop the rest
+            run["peers_failed"] = f"{type(error).__name__}: {error}"
     compared.update(track(fitting, f"{title}: fitting posteriors", total=9, enabled=progress))
     order = ["standard", "temperature", "ensemble", "dropout", "proposed", "proposed_tc"]
     compared = {key: compared[key] for key in [*order, *(key for key in compared if key not in order)]}
-    names.update({key: method.name for key, method in compared.items()})
+    run["methods"] = {key: method.name for key, method in compared.items()}
     run.update(evaluate(compared, problem, title=title, progress=progress))
     paper, posterior = (compared[key].posterior for key in ("proposed", "both"))
     assert paper is not None
@@ -141,12 +170,12 @@ def _run(
     run["fusion"] = fusion(experiment, posterior, folder, base, progress=progress)
     if experiment.foreign is not None:
         run["cleaning"] = clean(experiment, folder, base, progress=progress)
-    first = (
-        {"illustration": illustration(posterior, problem), "fusion": strip(experiment, posterior)} if seed == 0 else {}
-    )
-    if seed > 0:
+    if seed == 0:
+        run["illustration"] = illustration(posterior, problem)
+        run["strip"] = strip(experiment, posterior)
+    else:
         del run["roc"]
-    return run, first
+    return run
 
 
 def _decay(problem: Problem) -> errbar.Prior:
@@ -176,6 +205,7 @@ def trained(
             learning_rate=recipe.learning_rate,
             weight_decay=recipe.weight_decay,
             batch_size=recipe.batch_size,
+            bfloat16=recipe.bfloat16_on_gpu and samples.x.is_cuda,
             seed=seed,
         )
 
@@ -235,7 +265,7 @@ def strip(experiment: Experiment, posterior: errbar.Posterior) -> dict[str, Any]
     doubt = posterior.logits(frames[:, 0]).predict().confidence.argmin()
     fused = sequences.gaussians([sequences.joint_logits(posterior, frames[doubt])], noise)
     pmf = {name: [gaussian.predict().pmf[0].tolist() for gaussian in each] for name, each in fused.items()}
-    return {"strip": {"images": frames[doubt].tolist(), "pmf": pmf, "label": int(labels[doubt])}}
+    return {"images": frames[doubt].tolist(), "pmf": pmf, "label": int(labels[doubt])}
 
 
 def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) -> dict[str, Any]:
@@ -299,7 +329,7 @@ def _combine_sequences(result: dict[str, Any]) -> None:
         }
         for method, of_method in runs[0]["methods"].items()
     }
-    result["fusion"]["sequences"] = {"frames": list(range(1, runs[0]["frames"] + 1)), "methods": mean}
+    result.setdefault("fusion", {})["sequences"] = {"frames": list(range(1, runs[0]["frames"] + 1)), "methods": mean}
 
 
 def rounded(value: Any) -> Any:

@@ -27,13 +27,15 @@ def train(
     weight_decay: float,
     batch_size: int,
     seed: int,
+    bfloat16: bool = False,
     progress: bool = False,
     description: str = "Training",
 ) -> Model:
     """A trained copy of `model`, in eval mode: Adam on the mean cross-entropy −(1/B) Σ ln f_{y_n}(x_n; θ).
 
     The seed decides the initial weights, the order of the samples and the dropout; the weights that `model`
-    comes with do not matter. `weight_decay` is Adam's (l² inside the gradient): the prior it amounts to is
+    comes with do not matter. With `bfloat16` the forward pass runs in that dtype where autocast holds it to be safe;
+    weights and sums stay as they are. `weight_decay` is Adam's (l² inside the gradient): the prior it amounts to is
     `Prior.from_weight_decay(weight_decay, len(x))`.
     """
     if len(x) == 0 or len(x) != len(y):
@@ -49,7 +51,9 @@ def train(
             for start in range(0, len(x), batch_size):
                 batch = order[start : start + batch_size].to(x.device)
                 optimiser.zero_grad(set_to_none=True)
-                nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                with torch.autocast(x.device.type, torch.bfloat16, enabled=bfloat16):
+                    logits = model(x[batch])
+                nn.functional.cross_entropy(logits.float() if bfloat16 else logits, y[batch]).backward()
                 optimiser.step()
     optimiser.zero_grad(set_to_none=True)
     return model.eval()
