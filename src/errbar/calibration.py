@@ -3,6 +3,10 @@
 The calibrated logits are N(ĝ/T, T_c P^g/T²). Both are searched in their logarithm, so neither can become zero,
 negative or infinite, and between bounds; where the optimum runs to a bound, a `CalibrationWarning` says so. The draws
 are shared by all inputs and all trial values, so the objective is a smooth deterministic function of (ln T, ln T_c).
+
+T and T_c lie on a *ridge*: both flatten the PMF, so a larger T makes up for a smaller T_c at hardly any cost in NLL.
+Where on it the minimum lies is much a matter of chance, and where T_c ≈ 0 the error bars are gone. Of all points that
+the held-out data hardly tell from the minimum, `_slide` takes the one with T_c nearest to 1, the covariance of theory.
 """
 
 from __future__ import annotations
@@ -29,6 +33,11 @@ TEMPERATURE_BOUNDS = (1e-2, 1e2)
 COVARIANCE_SCALE_BOUNDS = (1e-4, 1e4)
 _NAMES = ("temperature", "covariance_scale")
 _BOUNDS = {"temperature": TEMPERATURE_BOUNDS, "covariance_scale": COVARIANCE_SCALE_BOUNDS}
+# N (NLL − its minimum) is a log-likelihood ratio: up to 2, ln T_c is within two standard deviations of its optimum
+# (Wilks). With few samples that permits much worse PMFs; so it is also limited, in nats a sample, to 0.08 % of a
+# probability. With other draws than those of the search the loss is another one: up to 1e-3 averaged over seeds.
+_LOG_LIKELIHOOD_RATIO = 2.0
+_NEGLIGIBLE_NATS = 8e-4
 _COARSE_SAMPLES = 100
 _BLOCK_ELEMENTS = 2**20
 
@@ -49,6 +58,11 @@ def calibrate(
     What is not fitted keeps the value it has. `fit=("temperature",)` with `covariance_scale=0` is the usual
     temperature scaling, `fit=("covariance_scale",)` with `temperature=1` the paper's method.
 
+    T and T_c can stand in for each other: both flatten the PMF, but only T_c keeps error bars. So both by "nll" are not
+    the minimum, but of all T_c whose NLL, with the best T for each, exceeds it by at most min(2/N, 8e-4), N the number
+    of held-out samples, the one nearest to 1 (in |ln T_c|): the covariance of theory changes only as far as the data
+    insist. "brier" and "ece" take their minimum. By its objective, no result is worse than the T and T_c > 0 before.
+
     Args:
         posterior: the posterior to calibrate.
         data: held-out batches with labels, none of which the model was trained on.
@@ -63,6 +77,7 @@ def calibrate(
     names = (fit,) if isinstance(fit, str) else tuple(fit) if isinstance(fit, Sequence) else ()
     if not names or any(name not in _NAMES for name in names):
         raise ArgumentError(f"fit is {fit!r}; expected 'temperature', 'covariance_scale' or both.")
+    names = tuple(name for name in _NAMES if name in names)
     if not isinstance(objective, str) or objective not in _OBJECTIVES:
         raise ArgumentError(f"objective is {objective!r}; expected {', '.join(map(repr, _OBJECTIVES))}.")
     held_out = _held_out(posterior, data, unpack, progress)
@@ -83,16 +98,16 @@ class _HeldOut:
     labels: Int[Tensor, "N"]
 
     def pmf(
-        self, temperature: float, scale: float, normal: Float[Tensor, "d K"], derivatives: bool
+        self, temperature: float, scale: float, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
     ) -> tuple[Float[Tensor, "N M"], dict[str, Float[Tensor, "N M"]]]:
-        """The PMF and its derivatives by ln T and ln T_c.
+        """The PMF and its derivatives by ln T and ln T_c, those that are named.
 
         With g = (ĝ + √T_c A z)/T: ∂f/∂τ = f ∘ (ġ − fᵀġ), where ġ = −g for τ = ln T and ½ √T_c A z/T for τ = ln T_c.
         """
         if scale == 0:
             normal = normal[:, :1]
         pmf = torch.empty_like(self.mean)
-        slopes = {name: torch.empty_like(self.mean) for name in _NAMES} if derivatives else {}
+        slopes = {name: torch.empty_like(self.mean) for name in names}
         size = max(1, _BLOCK_ELEMENTS // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
@@ -100,7 +115,7 @@ class _HeldOut:
             spread = root @ normal if root.ndim == 3 else root[:, :, None] * normal
             spread *= math.sqrt(scale) / temperature
             logits = spread + self.mean[rows, :, None] / temperature
-            velocities = {"temperature": -logits, "covariance_scale": spread / 2} if derivatives else {}
+            velocities = {name: -logits if name == "temperature" else spread / 2 for name in names}
             values = softmax_over_classes_(logits)
             pmf[rows] = values.mean(2)
             for name, velocity in velocities.items():
@@ -130,6 +145,7 @@ class _Objective:
 
     value: Callable[[Tensor, Tensor], float]
     gradient: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    is_likelihood: bool = False
 
 
 def _nll_gradient(pmf: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
@@ -145,7 +161,7 @@ def _brier_gradient(pmf: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
 
 
 _OBJECTIVES = {
-    "nll": _Objective(metrics.nll, _nll_gradient),
+    "nll": _Objective(metrics.nll, _nll_gradient, is_likelihood=True),
     "brier": _Objective(metrics.brier, _brier_gradient),
     "ece": _Objective(metrics.ece, None),
 }
@@ -159,7 +175,7 @@ def _search(
     samples: int,
     seed: int,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE).
+    """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE), then along the ridge.
 
     Returns the best values, never worse than those at the start, and the bounds at which the objective is as good.
     """
@@ -167,7 +183,7 @@ def _search(
 
     def value(point: Tensor, draws: Tensor) -> float:
         trial = _at(point, names, start)
-        pmf, _ = held_out.pmf(trial["temperature"], trial["covariance_scale"], draws, derivatives=False)
+        pmf, _ = held_out.pmf(trial["temperature"], trial["covariance_scale"], draws)
         return objective.value(pmf, held_out.labels)
 
     lower = torch.tensor([math.log(_BOUNDS[name][0]) for name in names], dtype=torch.float64)
@@ -176,22 +192,63 @@ def _search(
     grid = [torch.tensor(p, dtype=torch.float64) for p in _grid(names)]
     coarse = normal[:, :_COARSE_SAMPLES]
     candidates = sorted(grid, key=lambda p: value(p, coarse))[:3]
-    if all(start[name] > 0 for name in names):
-        here = torch.tensor([math.log(start[name]) for name in names], dtype=torch.float64)
-        candidates.append(torch.clamp(here, lower, upper))
-    point = min(candidates, key=lambda p: value(p, normal))
+    here = torch.tensor([math.log(start[name] or 1.0) for name in names], dtype=torch.float64).clamp(lower, upper)
+    point = min([*candidates, here], key=lambda p: value(p, normal))
     if objective.gradient is None:
         point = _compass(lambda p: value(p, normal), point, lower, upper)
     else:
         point = _quasi_newton(held_out, objective, names, start, normal, point, lower, upper)
+    if on_ridge := objective.is_likelihood and names == _NAMES:
+        point = _slide(lambda p: value(p, normal), held_out, objective, normal, point, here, lower, upper)
     best, at_bound = value(point, normal), {}
     for index, name in enumerate(names):
         for edge in (lower, upper):
             moved = point.clone()
             moved[index] = edge[index]
-            if value(moved, normal) <= best + 1e-12:
+            # An edge may be as good as where the slide ended. It only matters if T_c stayed nearer to it than to 1.
+            settled = on_ridge and index == 1 and bool(abs(point[1]) < abs(point[1] - edge[1]))
+            if not settled and value(moved, normal) <= best + 1e-12:
                 at_bound[name] = math.exp(float(edge[index]))
     return _at(point, names, start), at_bound
+
+
+def _slide(
+    value: Callable[[Tensor], float],
+    held_out: _HeldOut,
+    objective: _Objective,
+    normal: Tensor,
+    point: Tensor,
+    here: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+) -> Tensor:
+    """From the minimum along the ridge, t ↦ (the best T for T_c = eᵗ, eᵗ), towards t = 0.
+
+    As far as the objective exceeds its minimum by at most `tolerance`, and its value `here`, at the start, not at all.
+    T_c = 1 is tried first; else bisection says how far it goes, to 4 % of T_c, which are 2 % of the error bars.
+    """
+    tolerance = min(_LOG_LIKELIHOOD_RATIO / len(held_out.labels), _NEGLIGIBLE_NATS)
+    allowed = min(value(point) + tolerance, value(here))
+
+    def on_ridge(log_scale: float, begin: Tensor) -> Tensor:
+        scale = torch.tensor([log_scale], dtype=torch.float64)
+        fixed = {"temperature": 1.0, "covariance_scale": math.exp(log_scale)}
+        best = _quasi_newton(held_out, objective, _NAMES[:1], fixed, normal, begin[:1], lower[:1], upper[:1])
+        return torch.cat([best, scale])
+
+    refused = min((on_ridge(0.0, begin) for begin in (point, here)), key=value)
+    if value(refused) <= allowed:
+        return refused
+    # The start may itself be the result of a slide: then it stays, however often one calibrates.
+    accepted = here if value(here) <= allowed and abs(float(here[1])) < abs(float(point[1])) else point
+    while abs(float(accepted[1] - refused[1])) > 0.04:
+        middle = (accepted + refused) / 2
+        middle = on_ridge(float(middle[1]), middle)
+        if value(middle) <= allowed:
+            accepted = middle
+        else:
+            refused = middle
+    return accepted
 
 
 def _at(point: Tensor, names: tuple[str, ...], start: dict[str, float]) -> dict[str, float]:
@@ -222,7 +279,7 @@ def _quasi_newton(
 
     def evaluate(at: Tensor) -> tuple[float, Tensor]:
         trial = _at(at, names, start)
-        pmf, slopes = held_out.pmf(trial["temperature"], trial["covariance_scale"], normal, derivatives=True)
+        pmf, slopes = held_out.pmf(trial["temperature"], trial["covariance_scale"], normal, names)
         gradient = [float(gradient_of(pmf, slopes[name], held_out.labels).double().mean()) for name in names]
         return objective.value(pmf, held_out.labels), torch.tensor(gradient, dtype=torch.float64)
 
@@ -231,6 +288,8 @@ def _quasi_newton(
     for _ in range(60):
         # A variable that is at its bound and would go beyond stays where it is.
         free = ~(((point <= lower) & (gradient > 0)) | ((point >= upper) & (gradient < 0)))
+        if float((gradient * free).abs().max()) < 1e-5:
+            break  # what is left to gain, of the order of its square, drowns in the rounding of float32
         direction = -(inverse_curvature @ (gradient * free)) * free
         if float(gradient @ direction) >= 0:
             inverse_curvature = torch.eye(len(names), dtype=torch.float64)
