@@ -107,7 +107,8 @@ CASES = {
 
 def generic(information: Information, data: list[tuple[Tensor, Tensor]]) -> Information:
     """The same information by generic Jacobians."""
-    task = replace(information.task, route=Route((), information.selection, False))
+    way = replace(information.task.way, route=Route((), information.selection, False))
+    task = replace(information.task, way=way)
     return accumulate(task, batches(data))
 
 
@@ -126,7 +127,7 @@ def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fast_path_is_taken(case: str, fisher: str, no_jacobians: None) -> None:
     make, shape, select = CASES[case]
     information = errbar.collect(seeded(make), [draw(9, *shape)], fisher=fisher, **select)
-    assert information.task.route.factored
+    assert information.task.way.route.factored
     posterior = errbar.condition(information, errbar.Prior(2.0))
     posterior.predict(draw(4, *shape, seed=2))
     posterior.joint_logits(draw(3, *shape, seed=3))
@@ -171,8 +172,8 @@ def test_many_tokens_take_the_summed_gradient() -> None:
     model = seeded(TokenHead)
     data = [(draw(6, 12, 4), torch.arange(6) % 5)]
     fast = errbar.collect(model, data, last_layers=2)
-    assert fast.task.route.layers
-    assert not fast.task.route.factored
+    assert fast.task.way.route.layers
+    assert not fast.task.way.route.factored
     slow = generic(fast, data)
     assert (fast.dense() - slow.dense()).abs().max() < 1e-12 * slow.dense().abs().max()
 
@@ -181,7 +182,7 @@ def test_other_layers_beside_linear_ones_take_generic_jacobians_for_themselves_o
     model = seeded(Between)
     data = [(draw(6, 5), torch.arange(6) % 3)]
     fast = errbar.collect(model, data, parameters=["first", "norm", "last"])
-    assert fast.task.route.rest.names == ("norm.weight", "norm.bias")
+    assert fast.task.way.route.rest.names == ("norm.weight", "norm.bias")
     slow = generic(fast, data)
     assert (fast.dense() - slow.dense()).abs().max() < 1e-12 * slow.dense().abs().max()
 
@@ -196,7 +197,7 @@ def test_a_weight_that_is_used_elsewhere_too_is_not_taken_for_a_plain_layer() ->
             return self.last(x) / self.last.weight.norm()
 
     information = errbar.collect(seeded(Normalised), [draw(4, 5)], last_layers=1)
-    assert not information.task.route.layers
+    assert not information.task.way.route.layers
 
 
 @pytest.mark.parametrize("make", [mlp, without_bias])

@@ -145,6 +145,28 @@ def inverse(
     return symmetric((vectors / eigenvalues[..., None, :]) @ vectors.mT)
 
 
+def eigenvectors(matrix: Float[Tensor, "n n"], *, name: str) -> tuple[Float[Tensor, "n"], Float[Tensor, "n n"]]:
+    """Eigenvalues, the smallest first, and in columns the eigenvectors of a symmetric matrix, in float64."""
+    _require_finite(matrix, name)
+    values, vectors = torch.linalg.eigh(symmetric(matrix.double()))
+    return values, vectors
+
+
+def right_singular(matrix: Float[Tensor, "p q"], *, name: str) -> tuple[Float[Tensor, "r"], Float[Tensor, "r q"]]:
+    """Singular values, the largest first, and right singular vectors (rows), in float64."""
+    _require_finite(matrix, name)
+    _, values, rows = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return values, rows
+
+
+def _require_finite(matrix: Float[Tensor, "p q"], name: str) -> None:
+    if not bool(torch.isfinite(matrix).all()):
+        raise CovarianceError(
+            f"{name} hold NaN or infinite values; expected finite inputs and derivatives. Check the weights of the "
+            "model for values that its derivative cannot take, or use a wider dtype."
+        )
+
+
 def inverse_on_range(covariance: Float[Tensor, "n n"], *, rcond: float) -> tuple[Float[Tensor, "n n"], int]:
     """The pseudo-inverse from eigenvalues above rcond · max, and how many there are (the rank)."""
     eigenvalues, vectors = torch.linalg.eigh(symmetric(covariance.double()))

@@ -10,9 +10,9 @@ J = Σ_t V_t ⊗ h_tᵀ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -101,7 +101,7 @@ class Factor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class Call:
     """What a layer was given, what it returned, the copy that went on, and the version which that had."""
 
     inputs: Tensor
@@ -110,37 +110,64 @@ class _Call:
     version: int
 
 
-def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
-    """The linear layers whose parameters are selected and belong to nothing else."""
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One pass of a batch through the network: the logits, with the graph behind them, and the calls of some layers."""
+
+    logits: Float[Tensor, "B M"]
+    calls: dict[str, list[Call]]
+
+    def returns_logits(self, name: str) -> bool:
+        """Whether the output of a layer's only call are the logits themselves, not overwritten on the way out."""
+        if len(self.calls[name]) != 1:
+            return False
+        (call,) = self.calls[name]
+        return call.passed_on is self.logits and call.passed_on._version == call.version
+
+    def derivatives(self, names: Sequence[str], seeds: Float[Tensor, "k B M"]) -> dict[str, list[Tensor]]:
+        """∂(Σ_m s_m g_m)/∂a for the output a of each call of the layers `names`: (k, …), … as a has it."""
+        outputs = [call.output for name in names for call in self.calls[name]]
+        gradients = iter(_derivatives(self.logits, outputs, seeds))
+        return {name: [next(gradients) for _ in self.calls[name]] for name in names}
+
+
+def class_seeds(logits: Float[Tensor, "B M"]) -> Float[Tensor, "M B M"]:
+    """The seeds that give the derivative of each logit by itself."""
+    size, classes = logits.shape
+    return torch.eye(classes, dtype=logits.dtype, device=logits.device)[:, None, :].expand(classes, size, classes)
+
+
+def own_parameters(
+    network: Network, selection: Selection
+) -> Iterator[tuple[str, nn.Module, dict[Literal["weight", "bias"], int]]]:
+    """Modules with a selected weight or bias that belongs to nothing else, and where those start in the flat vector."""
     owners = Counter(id(p) for part in network.module.modules() for p in part._parameters.values() if p is not None)
     slices = selection.slices()
-    found = []
     for name, part in network.module.named_modules():
-        # A subclass with a forward of its own may do anything.
-        if not isinstance(part, nn.Linear) or type(part).forward is not nn.Linear.forward:
-            continue
-        where = {}
+        where: dict[Literal["weight", "bias"], int] = {}
         for kind in ("weight", "bias"):
             parameter = part._parameters.get(kind)
             full = f"{name}.{kind}" if name else kind
             if parameter is not None and full in slices and owners[id(parameter)] == 1:
                 where[kind] = slices[full].start
         if where:
-            layer = LinearLayer(name, part.out_features, part.in_features, where.get("weight"), where.get("bias"))
-            found.append(layer)
-    return found
+            yield name, part, where
 
 
-def capture(
-    network: Network, layers: Sequence[LinearLayer], batch: Batch
-) -> tuple[Float[Tensor, "B M"], dict[str, list[Factor]] | None]:
-    """The logits, and the terms V ⊗ hᵀ of each layer: one, or one for each token.
+def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
+    """The linear layers whose parameters are selected and belong to nothing else."""
+    return [
+        LinearLayer(name, part.out_features, part.in_features, where.get("weight"), where.get("bias"))
+        for name, part, where in own_parameters(network, selection)
+        # A subclass with a forward of its own may do anything.
+        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+    ]
 
-    None in place of the terms when a layer was not called exactly once, or its input does not start with the samples.
-    """
+
+def record(network: Network, names: Sequence[str], batch: Batch) -> Trace:
+    """Run the network and note every call of the modules `names`; the graph starts at the first of them."""
     replica = network.replica()
-    size = len(batch)
-    seen: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
+    seen: dict[str, list[Call]] = {name: [] for name in names}
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -150,58 +177,66 @@ def capture(
             output = output if output.requires_grad else output.detach().requires_grad_()
             # The rest of the network gets a copy, because an activation may overwrite what it is given.
             passed_on = output.clone()
-            seen[name].append(_Call(inputs.detach(), output, passed_on, passed_on._version))
+            seen[name].append(Call(inputs.detach(), output, passed_on, passed_on._version))
             return passed_on
 
         return hook
 
     modules = dict(replica.named_modules())
     # Before hooks of the user, which may change what the layer passes on.
-    handles = [
-        modules[layer.name].register_forward_hook(note(layer.name), with_kwargs=True, prepend=True) for layer in layers
-    ]
+    handles = [modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in names]
     try:
         with torch.no_grad():
-            result = as_logits(run(replica, batch), size)
+            result = as_logits(run(replica, batch), len(batch))
     finally:
         for handle in handles:
             handle.remove()
-    if any(len(calls) != 1 or len(calls[0].inputs) != size or calls[0].inputs.ndim < 2 for calls in seen.values()):
-        return result.detach(), None
-    # The logits themselves, unless they were overwritten in place on the way out.
-    outputs = {
-        name: call.output
-        for name, (call,) in seen.items()
-        if call.passed_on is not result or call.passed_on._version != call.version
-    }
-    derivatives = _derivatives(result, outputs)
-    factors = {layer.name: _factors(layer, seen[layer.name][0].inputs, derivatives.get(layer.name)) for layer in layers}
-    return result.detach(), factors
+    return Trace(result, seen)
 
 
-def _derivatives(logits: Float[Tensor, "B M"], outputs: dict[str, Tensor]) -> dict[str, Float[Tensor, "M B *T d"]]:
-    """∂g/∂a for each layer output a, by M vector-Jacobian products of the whole batch."""
+def capture(
+    network: Network, layers: Sequence[LinearLayer], batch: Batch
+) -> tuple[Float[Tensor, "B M"], dict[str, list[Factor]] | None]:
+    """The logits, and the terms V ⊗ hᵀ of each layer: one, or one for each token.
+
+    None in place of the terms when a layer was not called exactly once, or its input does not start with the samples.
+    """
+    trace = record(network, [layer.name for layer in layers], batch)
+    result = trace.logits.detach()
+    if any(
+        len(calls) != 1 or len(calls[0].inputs) != len(batch) or calls[0].inputs.ndim < 2
+        for calls in trace.calls.values()
+    ):
+        return result, None
+    between = [layer.name for layer in layers if not trace.returns_logits(layer.name)]
+    derivatives = trace.derivatives(between, class_seeds(result)) if between else {}
+    factors = {}
+    for layer in layers:
+        derivative = derivatives[layer.name][0] if layer.name in derivatives else None
+        factors[layer.name] = _factors(layer, trace.calls[layer.name][0].inputs, derivative)
+    return result, factors
+
+
+def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Float[Tensor, "k B M"]) -> list[Tensor]:
+    """One vector-Jacobian product of the whole batch for each seed: (k, …) for each layer output."""
     if not outputs:
-        return {}
-    size, classes = logits.shape
-    targets = list(outputs.values())
+        return []
     if not logits.requires_grad:
-        return {name: a.detach().new_zeros(classes, *a.shape) for name, a in outputs.items()}
-    seeds = torch.eye(classes, dtype=logits.dtype, device=logits.device)[:, None, :].expand(classes, size, classes)
+        return [a.detach().new_zeros(len(seeds), *a.shape) for a in outputs]
     try:
         with quiet_vmap():
             gradients = torch.autograd.grad(
-                logits, targets, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
+                logits, outputs, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
             )
     except RuntimeError:
-        # An operation without a batching rule: one class after the other.
-        rows = [torch.autograd.grad(logits, targets, seed, allow_unused=True, retain_graph=True) for seed in seeds]
+        # An operation without a batching rule: one seed after the other.
+        rows = [torch.autograd.grad(logits, outputs, seed, allow_unused=True, retain_graph=True) for seed in seeds]
         columns = zip(*rows, strict=True)
         gradients = tuple(None if column[0] is None else torch.stack(column) for column in columns)  # type: ignore[misc]
-    return {
-        name: a.detach().new_zeros(classes, *a.shape) if gradient is None else gradient
-        for (name, a), gradient in zip(outputs.items(), gradients, strict=True)
-    }
+    return [
+        a.detach().new_zeros(len(seeds), *a.shape) if gradient is None else gradient
+        for a, gradient in zip(outputs, gradients, strict=True)
+    ]
 
 
 def _factors(

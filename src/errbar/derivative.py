@@ -73,7 +73,7 @@ class Route:
         """Decide by what the layers are and, for tokens, by what the first batch shows is cheaper."""
         layers = tuple(linear_layers(network, selection))
         few = batch.rows(0, 2)
-        _require_deterministic(network, few)
+        require_deterministic(network, few)
         if layers:
             logits, terms = capture(network, layers, few)
             if terms is not None and _agrees(network, selection, layers, terms, few):
@@ -123,7 +123,7 @@ def differentiate(
     return logits, Derivative(n, classes, None, explicit)
 
 
-def _require_deterministic(network: Network, batch: Batch) -> None:
+def require_deterministic(network: Network, batch: Batch) -> None:
     """A model that draws random numbers in eval mode has no derivative to speak of."""
     first, second = network.logits(batch), network.logits(batch)
     # Logits that are not finite have an error of their own.

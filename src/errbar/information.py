@@ -17,26 +17,24 @@ from torch import Tensor, nn
 from errbar._progress import track
 from errbar.checks import Checks
 from errbar.data import Batch, Unpack, batches, checked_labels, count_batches
-from errbar.dense import DenseAccumulator, DenseSum, require_dense_memory, weighted_rows
-from errbar.derivative import Route, differentiate
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
 from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
 from errbar.modes import plain_execution
 from errbar.network import Network, require_finite_logits
-from errbar.per_class import PerClassAccumulator, PerClassSum, require_per_class_memory
+from errbar.structures import DEFAULT_RANK, STRUCTURES, Structure, Sum, Way, way
 
-Structure = Literal["dense"]
 Precision = Literal["float64"]
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is asked of the data: derivatives of which parameters, in which way, weighted by which Fisher."""
+    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher."""
 
     network: Network
     selection: Selection
-    route: Route
+    structure: Structure
+    way: Way
     fisher: Fisher
     n_classes: int
     precision: Precision | None
@@ -44,21 +42,14 @@ class Task:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of products."""
-        return torch.float64 if self.precision == "float64" else self.network.dtype
+        return product_dtype(self.network, self.precision)
 
-    @property
-    def is_per_class(self) -> bool:
-        """A last layer alone, which returns the logits themselves, with the `eta` Fisher: see `errbar.per_class`."""
-        return self.fisher == "eta" and self.route.returns_logits
+    def on(self, network: Network) -> Task:
+        return replace(self, network=network, way=self.way.on(network))
 
-    def accumulator(self) -> DenseAccumulator | PerClassAccumulator:
-        """An empty sum; refused with the bytes that it would need where those are not there."""
-        device = self.network.device
-        if self.is_per_class:
-            require_per_class_memory(self.route.layers[0], device)
-            return PerClassAccumulator(self.route.layers[0], self.dtype, device)
-        require_dense_memory(self.selection.n_parameters, device)
-        return DenseAccumulator(self.selection.n_parameters, self.fisher, self.dtype, device)
+
+def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
+    return torch.float64 if precision == "float64" else network.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +60,7 @@ class Information:
     """
 
     task: Task
-    total: DenseSum | PerClassSum
+    total: Sum
     n_samples: float
     log_likelihood: float | None
 
@@ -92,7 +83,7 @@ class Information:
 
     @property
     def structure(self) -> Structure:
-        return "dense"
+        return self.task.structure
 
     @property
     def n_classes(self) -> int:
@@ -135,8 +126,8 @@ class Information:
             raise ForgetError(
                 f"Cannot forget {other.n_samples:g} samples: the information is of {self.n_samples:g} only."
             )
-        total = self.total - other.total  # type: ignore[operator]
-        if not total.is_possible(self.total.tolerance(self.dtype)):
+        total: Any = self.total - other.total  # type: ignore[operator]
+        if not total.is_possible(self.total.tolerance(self.dtype)):  # type: ignore[union-attr]
             raise ForgetError(
                 "Forgetting these data would leave negative information, so they were not among the data seen. "
                 "Expected data that were part of the fit, unchanged."
@@ -166,7 +157,7 @@ class Information:
 
     def to(self, device: torch.device, network: Network) -> Information:
         """The same information about the same weights in `network`, on `device`."""
-        return replace(self, task=replace(self.task, network=network), total=self.total.to(device))
+        return replace(self, task=self.task.on(network), total=self.total.to(device))
 
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):
@@ -196,6 +187,7 @@ def collect(
     parameters: str | Sequence[str] | None = None,
     fisher: str = "ggn",
     structure: str = "dense",
+    rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
     progress: bool = False,
@@ -210,14 +202,16 @@ def collect(
         last_layers: the parameters of the r layers that run last.
         parameters: module or parameter names, or "all"; give either this or `last_layers`.
         fisher: "ggn", or "eta" for the paper's diagonal form.
-        structure: "dense", the exact matrix.
+        structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
+            for whole networks. See `errbar.structures`.
+        rank: of the sketch; for `structure="lowrank"` alone.
         precision: "float64" for products in float64 although the model is not.
         unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms.
         progress: show progress with the time left.
     """
     require_one_question(last_layers, parameters)
     kind = require_fisher(fisher)
-    _require_option("structure", structure, ("dense",))
+    _require_option("structure", structure, STRUCTURES)
     _require_option("precision", precision, (None, "float64"))
     network = Network(model)
     stream = track(batches(data, unpack), "Collecting", total=count_batches(data), enabled=progress)
@@ -228,31 +222,33 @@ def collect(
         prepared = network.prepare(first, Checks(network.device))
         order, logits = network.execution_order(prepared)
         selection = select(network, order, last_layers=last_layers, parameters=parameters)
-        route = Route.plan(network, selection, prepared)
-    task = Task(network, selection, route, kind, logits.shape[1], precision)  # type: ignore[arg-type]
+        chosen = way(
+            structure,  # type: ignore[arg-type]
+            network,
+            selection,
+            prepared,
+            fisher=kind,
+            n_classes=logits.shape[1],
+            dtype=product_dtype(network, precision),  # type: ignore[arg-type]
+            rank=rank,
+        )
+    task = Task(network, selection, structure, chosen, kind, logits.shape[1], precision)  # type: ignore[arg-type]
     return accumulate(task, _chain(first, stream))
 
 
 def accumulate(task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k n"]] | None = None) -> Information:
     """The information of a stream of batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
-    network, n, classes = task.network, task.selection.n_parameters, task.n_classes
+    network = task.network
     checks = Checks(network.device)
-    total = task.accumulator()
+    total = task.way.accumulator(keep)
     count = 0
     likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
     with plain_execution(network.device):
         for batch in stream:
-            logits = []
-            whole = network.prepare(batch, checks)
-            for part in task.route.chunks(whole, network.device, classes=classes, n_parameters=n):
-                part_logits, derivative = differentiate(network, task.selection, task.route, part)
-                require_finite_logits(part_logits, checks)
-                total.add(part_logits, derivative)
-                logits.append(part_logits)
-                if keep is not None:
-                    keep.append(weighted_rows(part_logits, derivative, task.fisher, task.dtype))
+            logits = total.add_batch(network.prepare(batch, checks))
+            require_finite_logits(logits, checks)
             if likelihood is not None and batch.labels is not None:
-                likelihood = likelihood + _label_likelihood(torch.cat(logits), batch.labels, checks)
+                likelihood = likelihood + _label_likelihood(logits, batch.labels, checks)
             else:
                 likelihood = None
             count += len(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -37,10 +38,14 @@ class LogitGaussian:
         """The rows of several, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        mean = torch.cat([part.mean for part in parts])
-        if all(isinstance(part, DiagonalLogitGaussian) for part in parts):
-            return DiagonalLogitGaussian.of(mean, torch.cat([part.variance for part in parts]))
-        return LogitGaussian.trusted(mean, torch.cat([part.covariance for part in parts]))
+        same = all(type(part) is type(parts[0]) for part in parts)
+        return parts[0].joined(parts) if same else LogitGaussian.joined(parts)
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> LogitGaussian:
+        """The rows of several of one kind; kinds that keep no M × M matrix make none here either."""
+        mean, covariance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "covariance"))
+        return LogitGaussian.trusted(mean, covariance)
 
     @staticmethod
     def trusted(
@@ -68,7 +73,7 @@ class LogitGaussian:
         return len(self.mean)
 
     def __getitem__(self, rows: slice) -> LogitGaussian:
-        _require_slice(rows)
+        require_slice(rows)
         return LogitGaussian.trusted(self.mean[rows], self.covariance[rows], self.rank)
 
     def rounded(self) -> LogitGaussian:
@@ -139,6 +144,11 @@ class DiagonalLogitGaussian(LogitGaussian):
             object.__setattr__(made, name, value)
         return made
 
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> LogitGaussian:
+        mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
+        return DiagonalLogitGaussian.of(mean, variance)
+
     @property
     def variance(self) -> Float[Tensor, "B M"]:
         variance: Tensor = self.__dict__["_variance"]
@@ -153,7 +163,7 @@ class DiagonalLogitGaussian(LogitGaussian):
         return self.variance.mean(1)
 
     def __getitem__(self, rows: slice) -> LogitGaussian:
-        _require_slice(rows)
+        require_slice(rows)
         return DiagonalLogitGaussian.of(self.mean[rows], self.variance[rows])
 
     def tempered(self, temperature: float) -> LogitGaussian:
@@ -201,7 +211,7 @@ class JointLogits:
         return LogitGaussian.trusted(self.mean, blocks.contiguous())
 
 
-def _require_slice(rows: object) -> None:
+def require_slice(rows: object) -> None:
     if not isinstance(rows, slice):
         raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
 

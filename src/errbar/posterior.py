@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from errbar.checks import Checks
 from errbar.data import Batch, Unpack, batches, input_batch
 from errbar.dense import DenseFactor, DenseSum
-from errbar.derivative import Derivative, differentiate
 from errbar.errors import ArgumentError, LabelError, MismatchError, WeightsChangedError
 from errbar.information import Information, accumulate, collect
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
 from errbar.modes import plain_execution
 from errbar.network import Network, require_finite_logits
-from errbar.per_class import PerClassFactor
 from errbar.prediction import (
     GivenSampler,
     Prediction,
@@ -31,6 +29,7 @@ from errbar.prediction import (
     standard_normal,
 )
 from errbar.prior import Prior
+from errbar.structures import DEFAULT_RANK, Factor, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,7 @@ class Posterior:
 
     information: Information
     prior: Prior
-    factor: DenseFactor | PerClassFactor
+    factor: Factor
     temperature: float = 1.0
     covariance_scale: float = 1.0
 
@@ -69,16 +68,21 @@ class Posterior:
         The common shift of the logits can have a variance that is orders of magnitude above that of the contrasts;
         what is sampled is therefore taken before the covariance is rounded to the dtype of results.
         """
-        with plain_execution(self.information.network.device):
-            parts = [self.factor.gaussian(mean, derivative) for mean, derivative in self._linearised(x)]
+        task = self.information.task
+        with plain_execution(task.network.device):
+            checks, batch = self._prepared(x)
+            parts = list(checked(task.way.gaussians(self.factor, batch), checks))
+            checks.finish()
         return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
 
     def joint_logits(self, frames: Any) -> JointLogits:
         """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion)."""
-        with plain_execution(self.information.network.device):
-            parts = list(self._linearised(frames))
-            mean = torch.cat([mean for mean, _ in parts])
-            covariance = self.factor.joint_covariance(Derivative.concatenated([part for _, part in parts]))
+        task = self.information.task
+        with plain_execution(task.network.device):
+            checks, batch = self._prepared(frames)
+            mean, covariance = task.way.joint(self.factor, batch)
+            require_finite_logits(mean, checks)
+            checks.finish()
         T, scale = self.temperature, self.covariance_scale
         return JointLogits.trusted(mean / T, (covariance * (scale / T**2)).to(mean.dtype))
 
@@ -86,19 +90,11 @@ class Posterior:
         """The PMF of each input of one batch, with its error bars (eq:gmarg); `draws` as in `LogitGaussian.predict`."""
         return self.accurate_logits(x).predict(samples, seed, draws=draws)
 
-    def _linearised(self, x: Any) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
-        """ĝ in the dtype of results and its derivative in the dtype of products, for some inputs at a time."""
-        task = self.information.task
-        network = task.network
+    def _prepared(self, x: Any) -> tuple[Checks, Batch]:
+        network = self.information.network
         network.require_unchanged()
         checks = Checks(network.device)
-        whole = network.prepare(input_batch(x), checks)
-        n = task.selection.n_parameters
-        for part in task.route.chunks(whole, network.device, classes=task.n_classes, n_parameters=n):
-            mean, derivative = differentiate(network, task.selection, task.route, part)
-            require_finite_logits(mean, checks)
-            yield mean.to(network.dtype), derivative.to(task.dtype)
-        checks.finish()
+        return checks, network.prepare(input_batch(x), checks)
 
     def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
@@ -253,6 +249,7 @@ def fit(
     parameters: str | Sequence[str] | None = None,
     fisher: str = "ggn",
     structure: str = "dense",
+    rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
     progress: bool = False,
@@ -265,6 +262,7 @@ def fit(
         parameters=parameters,
         fisher=fisher,
         structure=structure,
+        rank=rank,
         precision=precision,
         unpack=unpack,
         progress=progress,

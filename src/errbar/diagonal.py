@@ -1,0 +1,186 @@
+"""The diagonal structure: one variance for each parameter, and none in common.
+
+`DiagonalSum` is Σ_n diag(J_nᵀ Λ_n J_n). For a linear layer that is used once, with Jacobian V ⊗ hᵀ, that is
+S_ii h_a² with S = VᵀΛV: one matrix product over the samples. Where a weight is used several times (tokens), the terms
+of a sample are summed before they are squared. Prediction is the mirror image, V diag(Σ_a P_ia h_a²) Vᵀ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.derivative import Derivative
+from errbar.errors import CovarianceError
+from errbar.fisher import Fisher, fisher_diagonal
+from errbar.logits import DiagonalLogitGaussian, LogitGaussian
+from errbar.memory import require_memory
+from errbar.shared import SharedFactor, gathered, scatter_, shared_factors
+
+
+def weighted_squares(
+    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M k"], fisher: Fisher
+) -> Float[Tensor, "B k"]:
+    """The diagonal of JᵀΛJ of each sample: Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m².
+
+    Not Σ f J² − J̄², which cancels where the network is sure.
+    """
+    if fisher == "eta":
+        weights = fisher_diagonal(logits).to(jacobian.dtype)
+        return (weights[:, None] @ jacobian.square())[:, 0]
+    probability = torch.softmax(logits.double(), 1).to(jacobian.dtype)[:, None]
+    return (probability @ (jacobian - probability @ jacobian).square())[:, 0]
+
+
+def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fisher: Fisher) -> Float[Tensor, "d p"]:
+    """Σ_n diag(JᵀΛJ) of one layer."""
+    if factor.outer is None:
+        weights = fisher_diagonal(logits).to(factor.inner.dtype)
+        return weights.T @ factor.inner[:, 0].square()
+    if factor.is_single:
+        return weighted_squares(logits, factor.outer[..., 0], fisher).T @ factor.inner[:, 0].square()
+    parts = [weighted_squares(logits[rows], made.flatten(2), fisher).sum(0) for rows, made in factor.pieces()]
+    return torch.stack(parts).sum(0).reshape(factor.outer.shape[2], -1)
+
+
+def safe_precision(precision: Float[Tensor, "..."], *, limit: float) -> tuple[Float[Tensor, "..."], float]:
+    """Positive precisions, and the jitter that they needed: `_linalg.safe_cholesky` for a diagonal matrix."""
+    smallest, mean = float(precision.min()), float(precision.mean())
+    if smallest > 0 and math.isfinite(mean):
+        return precision, 0.0
+    jitter = 1e-14
+    while not smallest + jitter * mean > 0:
+        jitter *= 100
+        if jitter > limit * 1.0001 or not math.isfinite(mean):
+            raise CovarianceError(
+                f"The posterior precision is not positive: its smallest entry is {smallest:.3g}, and adding "
+                f"{limit:.0e} of the mean entry {mean:.3g} still does not make it so. Check that the data are finite "
+                "and the prior precision is not many orders of magnitude below the information, or compute with "
+                "precision='float64'."
+            )
+    return precision + jitter * mean, jitter
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalSum:
+    """Σ_n diag(J_nᵀ Λ_n J_n) in float64; additive."""
+
+    values: Float[Tensor, "n"]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        return _embedded(self.values)
+
+    def __add__(self, other: DiagonalSum) -> DiagonalSum:
+        return DiagonalSum(self.values + other.values)
+
+    def __sub__(self, other: DiagonalSum) -> DiagonalSum:
+        return DiagonalSum(self.values - other.values)
+
+    def __mul__(self, factor: float) -> DiagonalSum:
+        return DiagonalSum(self.values * factor)
+
+    def to(self, device: torch.device) -> DiagonalSum:
+        return DiagonalSum(self.values.to(device))
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """How far below zero rounding may take an entry of a difference from this sum, computed in `dtype`."""
+        # Terms of one sign: the error grows with the square root of their number, a few thousand in one product.
+        return 100 * torch.finfo(dtype).eps * float(self.values.abs().max())
+
+    def is_possible(self, tolerance: float) -> bool:
+        """Whether no entry is below −tolerance."""
+        return bool((self.values >= -tolerance).all())
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> DiagonalFactor:
+        return DiagonalFactor(*safe_precision(self.values + prior_precision, limit=limit))
+
+
+class DiagonalAccumulator:
+    """Adds up batches; private to one pass over the data."""
+
+    def __init__(self, n: int, fisher: Fisher, dtype: torch.dtype, device: torch.device) -> None:
+        self.fisher = fisher
+        self.dtype = dtype
+        self.values = torch.zeros(n, dtype=torch.float64, device=device)
+
+    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+        if derivative.factors is None:
+            jacobian = derivative.jacobian().to(self.dtype)
+            self.values += weighted_squares(logits, jacobian, self.fisher).sum(0, dtype=torch.float64)
+            return
+        for factor in shared_factors(derivative.to(self.dtype).factors or ()):
+            more = diagonal_information(logits, factor, self.fisher)
+            scatter_(self.values, factor.layer, gathered(factor.layer, self.values) + more)
+
+    def finish(self) -> DiagonalSum:
+        return DiagonalSum(self.values)
+
+
+class DiagonalFactor:
+    """P = diag 1/(Σ + λ), by the precisions."""
+
+    def __init__(self, precision: Float[Tensor, "n"], jitter: float) -> None:
+        self.factorisation = (precision, jitter)
+
+    @property
+    def precision(self) -> Float[Tensor, "n"]:
+        return self.factorisation[0]
+
+    @property
+    def covariance(self) -> Float[Tensor, "n n"]:
+        return _embedded(1 / self.precision)
+
+    def can_recurse(self, rows: int) -> bool:
+        """Never: there is nothing to factorise."""
+        return False
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
+        """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal where all that is selected is a layer that returns the logits."""
+        if derivative.factors is None:
+            jacobian = derivative.jacobian()
+            half = jacobian * self.precision.rsqrt().to(jacobian.dtype)
+            return LogitGaussian.trusted(mean, half @ half.mT)
+        factors = shared_factors(derivative.factors)
+        variances = [self._variances(factor) for factor in factors]
+        if len(factors) == 1 and factors[0].outer is None:
+            return DiagonalLogitGaussian.of(mean, factors[0].output_variance(variances[0]))
+        covariance = sum(factor.covariance(own) for factor, own in zip(factors, variances, strict=True))
+        return LogitGaussian.trusted(mean, torch.as_tensor(covariance))
+
+    def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
+        """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64."""
+        derivative = derivative.to(torch.float64)
+        if derivative.factors is None:
+            half = derivative.jacobian() * self.precision.rsqrt()
+            size, classes, _ = half.shape
+            flat = half.flatten(0, 1)
+            return (flat @ flat.T).reshape(size, classes, size, classes)
+        factors = shared_factors(derivative.factors)
+        return torch.as_tensor(sum(factor.joint_covariance(self._variances(factor)) for factor in factors))
+
+    def _variances(self, factor: SharedFactor) -> Float[Tensor, "d p"]:
+        return gathered(factor.layer, self.precision).reciprocal().to(factor.inner.dtype)
+
+    def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P)."""
+        return normal * self.precision.rsqrt()
+
+    def log_determinant_of_precision(self) -> float:
+        return float(self.precision.log().sum())
+
+    def to(self, device: torch.device) -> DiagonalFactor:
+        return DiagonalFactor(self.precision.to(device), self.factorisation[1])
+
+
+def _embedded(values: Float[Tensor, "n"]) -> Float[Tensor, "n n"]:
+    n = len(values)
+    require_memory(8 * n * n, values.device, what=f"The full {n:,} × {n:,} matrix", instead="Use logits and predict.")
+    return torch.diag(values)

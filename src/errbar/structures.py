@@ -1,0 +1,222 @@
+"""The structures of the information behind one interface: which sums to make of a batch, and how to predict with them.
+
+| structure | exact | information between | memory |
+|---|---|---|---|
+| dense | yes | all parameters | n² |
+| block | within a layer | parameters of one layer | Σ n_l² |
+| kron | no | inputs, and outputs, of one layer | Σ p_l² + d_l² |
+| lowrank | up to a stated bound | all parameters, in k directions | k n |
+| diag | no | nothing | n |
+
+A last layer alone with the `eta` Fisher is exact with one matrix a class (`errbar.per_class`), and `dense` takes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.block import BlockAccumulator, BlockFactor, BlockSum, require_block_memory
+from errbar.checks import Checks
+from errbar.data import Batch
+from errbar.dense import DenseAccumulator, DenseFactor, DenseSum, require_dense_memory, weighted_rows
+from errbar.derivative import Derivative, Route, differentiate
+from errbar.diagonal import DiagonalAccumulator, DiagonalFactor, DiagonalSum
+from errbar.eigenbasis import KroneckerFactor
+from errbar.fisher import Fisher
+from errbar.kronecker import KroneckerAccumulator, KroneckerSum, require_kronecker_memory
+from errbar.layers import Selection
+from errbar.layerwise import LayerwiseDerivative, LayerwiseRoute
+from errbar.logits import LogitGaussian
+from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back, require_low_rank_memory
+from errbar.network import Network, require_finite_logits
+from errbar.per_class import PerClassAccumulator, PerClassFactor, PerClassSum, require_per_class_memory
+
+Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
+STRUCTURES: tuple[Structure, ...] = ("dense", "block", "kron", "lowrank", "diag")
+DEFAULT_RANK = 100
+
+Sum = DenseSum | PerClassSum | BlockSum | KroneckerSum | LowRankSum | DiagonalSum
+Factor = DenseFactor | PerClassFactor | BlockFactor | KroneckerFactor | LowRankFactor | DiagonalFactor
+Rows = list[Float[Tensor, "k n"]]
+
+
+class Accumulator(Protocol):
+    """Adds up prepared batches and returns their logits; private to one pass over the data."""
+
+    def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]: ...
+
+    def finish(self) -> Any: ...
+
+
+class Way(Protocol):
+    """How a structure differentiates: for sums, for P^g of each input, and for the covariance between inputs."""
+
+    def accumulator(self, keep: Rows | None) -> Accumulator: ...
+
+    def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]: ...
+
+    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]: ...
+
+    def on(self, network: Network) -> Way: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ByDerivative:
+    """Dense, block and diagonal sums of ∂g/∂θ, in factored form or as Jacobians."""
+
+    structure: Structure
+    network: Network
+    selection: Selection
+    route: Route
+    fisher: Fisher
+    n_classes: int
+    dtype: torch.dtype
+
+    @property
+    def is_per_class(self) -> bool:
+        """A last layer alone, which returns the logits themselves, with the `eta` Fisher: see `errbar.per_class`."""
+        return self.structure == "dense" and self.fisher == "eta" and self.route.returns_logits
+
+    def on(self, network: Network) -> ByDerivative:
+        return replace(self, network=network)
+
+    def accumulator(self, keep: Rows | None) -> Accumulator:
+        """An empty sum; refused with the bytes that it would need where those are not there."""
+        return _Differentiating(self, self._sums(), keep)
+
+    def _sums(self) -> DenseAccumulator | PerClassAccumulator | BlockAccumulator | DiagonalAccumulator:
+        device, n = self.network.device, self.selection.n_parameters
+        if self.is_per_class:
+            require_per_class_memory(self.route.layers[0], device)
+            return PerClassAccumulator(self.route.layers[0], self.dtype, device)
+        if self.structure == "block":
+            require_block_memory(self.selection, device)
+            return BlockAccumulator(self.selection, self.fisher, self.dtype, device)
+        if self.structure == "diag":
+            return DiagonalAccumulator(n, self.fisher, self.dtype, device)
+        require_dense_memory(n, device)
+        return DenseAccumulator(n, self.fisher, self.dtype, device)
+
+    def derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
+        """The logits and their derivative in the network's own dtype, for some samples at a time."""
+        n = self.selection.n_parameters
+        for part in self.route.chunks(batch, self.network.device, classes=self.n_classes, n_parameters=n):
+            yield differentiate(self.network, self.selection, self.route, part)
+
+    def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
+        for mean, derivative in self.derivatives(batch):
+            yield factor.gaussian(mean.to(self.network.dtype), derivative.to(self.dtype))
+
+    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+        parts = [(mean, derivative.to(self.dtype)) for mean, derivative in self.derivatives(batch)]
+        mean = torch.cat([mean for mean, _ in parts]).to(self.network.dtype)
+        return mean, factor.joint_covariance(Derivative.concatenated([part for _, part in parts]))
+
+
+class _Differentiating:
+    def __init__(self, way: ByDerivative, sums: Any, keep: Rows | None) -> None:
+        self.way, self.sums, self.keep = way, sums, keep
+
+    def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
+        logits = []
+        for part, derivative in self.way.derivatives(batch):
+            self.sums.add(part, derivative)
+            logits.append(part)
+            if self.keep is not None:
+                self.keep.append(weighted_rows(part, derivative, self.way.fisher, self.way.dtype))
+        return torch.cat(logits)
+
+    def finish(self) -> Any:
+        return self.sums.finish()
+
+
+@dataclass(frozen=True, eq=False)
+class ByLayer:
+    """Kronecker sums: the inputs of each layer and the derivatives by its outputs."""
+
+    network: Network
+    route: LayerwiseRoute
+    fisher: Fisher
+    dtype: torch.dtype
+
+    def on(self, network: Network) -> ByLayer:
+        return replace(self, network=network)
+
+    def accumulator(self, keep: Rows | None) -> Accumulator:
+        require_kronecker_memory(self.route, self.network.device)
+        return KroneckerAccumulator(self.network, self.route, self.fisher, self.dtype, self.network.device)
+
+    def _derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
+        for part in self.route.chunks(batch, self.network.device):
+            mean, derivative = self.route.differentiate(self.network, part)
+            yield mean.to(self.network.dtype), derivative.to(self.dtype)
+
+    def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
+        for mean, derivative in self._derivatives(batch):
+            yield factor.gaussian(mean, derivative)
+
+    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+        means, parts = zip(*self._derivatives(batch), strict=True)
+        return torch.cat(means), factor.joint_covariance(LayerwiseDerivative.concatenated(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class ByRows:
+    """A sketch of rows RᵀJ by vector-Jacobian products, for whole networks."""
+
+    network: Network
+    selection: Selection
+    fisher: Fisher
+    dtype: torch.dtype
+    rank: int
+
+    def on(self, network: Network) -> ByRows:
+        return replace(self, network=network)
+
+    def accumulator(self, keep: Rows | None) -> Accumulator:
+        device = self.network.device
+        require_low_rank_memory(self.selection.n_parameters, self.rank, self.dtype, device)
+        return LowRankAccumulator(self.network, self.selection, self.fisher, self.dtype, device, self.rank)
+
+    def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
+        yield factor.gaussian_of_batch(self.network, self.selection, batch)
+
+    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+        mean = self.network.logits(batch)
+        classes = mean.shape[1]
+        identity = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(len(mean), classes, classes)
+        jacobian = pulled_back(self.network, self.selection, batch, identity)
+        derivative = Derivative(self.selection.n_parameters, classes, None, jacobian)
+        return mean.to(self.network.dtype), factor.joint_covariance(derivative)
+
+
+def way(
+    structure: Structure,
+    network: Network,
+    selection: Selection,
+    batch: Batch,
+    *,
+    fisher: Fisher,
+    n_classes: int,
+    dtype: torch.dtype,
+    rank: int,
+) -> Way:
+    """How to go about a structure, by what the layers are and by what the first (prepared) batch shows."""
+    if structure == "kron":
+        return ByLayer(network, LayerwiseRoute.plan(network, selection, batch), fisher, dtype)
+    if structure == "lowrank":
+        return ByRows(network, selection, fisher, dtype, rank)
+    route = Route.plan(network, selection, batch)
+    return ByDerivative(structure, network, selection, route, fisher, n_classes, dtype)
+
+
+def checked(gaussians: Iterator[LogitGaussian], checks: Checks) -> Iterator[LogitGaussian]:
+    for gaussian in gaussians:
+        require_finite_logits(gaussian.mean, checks)
+        yield gaussian
