@@ -44,11 +44,12 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """
     result = values.checked(result)
     folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{result['experiment']}-quick" if result.get("quick") else result["experiment"]
     files = []
     for name, make in FIGURES.items():
         figure = make(result)
         if figure is not None:
-            files += _save(figure, folder / f"{result['experiment']}-{name}")
+            files += _save(figure, folder / f"{stem}-{name}")
     return files
 
 
