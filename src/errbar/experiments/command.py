@@ -27,6 +27,8 @@ _SHOWN = (
     "cost",
 )
 
+_WIDTH = 79
+
 
 def run(
     experiment: str,
@@ -56,11 +58,20 @@ def run(
 
 
 def _compact(table: tables.Table) -> Printed:
-    """For a terminal: means alone, and short headings."""
+    """For a terminal of 80 columns: means alone, and no more of them than fit."""
     printed = Printed(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     printed.show_edge, printed.padding = False, (0, 1, 0, 0)
-    for number, heading in enumerate(table.headings):
-        printed.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
-    for row in table.rows:
-        printed.add_row(row[0], *(re.sub(r" (±|\[).*", "", cell) for cell in row[1:]))
+    rows = [(row[0], *(re.sub(r" (±|\[).*", "", cell) for cell in row[1:])) for row in table.rows]
+    used = max(len(row[0]) for row in rows)
+    printed.add_column(table.headings[0], no_wrap=True)
+    shown = 1
+    for number, heading in enumerate(table.headings[1:], start=1):
+        width = max(len(text) for text in (*heading.split(), *(row[number] for row in rows)))
+        used += 3 + width
+        if used > _WIDTH:
+            break
+        printed.add_column(heading, justify="right", min_width=width)
+        shown += 1
+    for row in rows:
+        printed.add_row(*row[:shown])
     return printed
