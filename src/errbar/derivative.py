@@ -131,16 +131,13 @@ def require_deterministic(network: Network, batch: Batch) -> None:
         raise ModelError(RANDOM_IN_EVAL)
 
 
-def _agrees(
-    network: Network,
-    selection: Selection,
-    layers: tuple[LinearLayer, ...],
-    terms: dict[str, list[Factor]],
-    batch: Batch,
-) -> bool:
-    """Whether one vector-Jacobian product by the terms is what differentiating the whole model gives.
+def pulled_back_by_the_whole_model(
+    network: Network, selection: Selection, batch: Batch
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "n"], float]:
+    """Random v_n, Σ_n v_nᵀ J_n by differentiating the whole model, and the relative error that rounding explains.
 
-    It is not where a weight is used outside its layer as well (a norm of it, a tied product): no module tells of that.
+    What the terms of a layer make of the same v must agree. It does not where a weight is used outside its layer as
+    well (a norm of it, a tied product): no module tells of that.
     """
     values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
     with torch.enable_grad():
@@ -151,6 +148,18 @@ def _agrees(
             (logits * vectors).sum(), list(values.values()), allow_unused=True, materialize_grads=True
         )
     truth = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
+    return vectors, truth, {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)
+
+
+def _agrees(
+    network: Network,
+    selection: Selection,
+    layers: tuple[LinearLayer, ...],
+    terms: dict[str, list[Factor]],
+    batch: Batch,
+) -> bool:
+    """Whether one vector-Jacobian product by the terms is what differentiating the whole model gives."""
+    vectors, truth, tolerance = pulled_back_by_the_whole_model(network, selection, batch)
     made = torch.zeros_like(truth)
     covered = torch.zeros_like(truth, dtype=torch.bool)
     for layer in layers:
@@ -158,7 +167,6 @@ def _agrees(
         positions = layer.positions().to(truth.device)
         made[positions] = torch.as_tensor(total).double()
         covered[positions] = True
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)
     return float((made - truth)[covered].norm()) <= tolerance * float(truth[covered].norm())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from errbar.capture import Trace, class_seeds, record
 from errbar.data import Batch
-from errbar.derivative import require_deterministic
+from errbar.derivative import pulled_back_by_the_whole_model, require_deterministic
 from errbar.jacobian import jacobians
 from errbar.layers import Selection
 from errbar.network import Network
@@ -143,10 +143,7 @@ def _bytes(device: torch.device) -> int:
 
 
 def _taken_apart(network: Network, selection: Selection, batch: Batch) -> tuple[Trace, tuple[SharedLayer, ...]]:
-    """The layers for which one vector-Jacobian product by their uses is what differentiating the whole model gives.
-
-    It is not where a weight is used outside its layer as well (a norm of it, a tied product): no module tells of that.
-    """
+    """The layers for which one vector-Jacobian product by their uses is what differentiating the whole model gives."""
     layers = shared_layers(network, selection)
     trace = record(network, [layer.name for layer in layers], batch)
     layers = [
@@ -154,16 +151,7 @@ def _taken_apart(network: Network, selection: Selection, batch: Batch) -> tuple[
         for layer in layers
         if trace.calls[layer.name] and all(layer.accepts(call, len(batch)) for call in trace.calls[layer.name])
     ]
-    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
-    with torch.enable_grad():
-        logits = network.logits(batch, values)
-        generator = torch.Generator().manual_seed(0)
-        vectors = torch.randn(logits.shape, generator=generator).to(logits)
-        gradients = torch.autograd.grad(
-            (logits * vectors).sum(), list(values.values()), allow_unused=True, materialize_grads=True
-        )
-    truth = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)
+    vectors, truth, tolerance = pulled_back_by_the_whole_model(network, selection, batch)
     seeds = vectors[None]
     agreeing = []
     for layer in layers:

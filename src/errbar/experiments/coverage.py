@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -29,6 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import errbar
+from errbar._progress import track
 from errbar.experiments.training import seeded
 
 # PMF, its standard deviation, shares covered by level, distance to the optimum, T, T_c, whether at the bound of one.
@@ -112,7 +112,7 @@ def coverage(settings: Settings = LOGISTIC, *, device: str = "cpu", progress: bo
     drawn = redraw_and_fit(settings, device=device, progress=progress)
     truth, levels = drawn.truth, settings.levels
     outcomes: dict[tuple[str, str, tuple[str, ...], str], list[Outcome]] = {}
-    for redraw in _counted(settings.redraws, "Fitting posteriors", progress):
+    for redraw in track(range(settings.redraws), "Fitting posteriors", enabled=progress):
         held_out = [(drawn.held_out_x[redraw], drawn.held_out_y[redraw])]
         for parameters, fisher in product(settings.parameters, FISHERS):
             posterior = drawn.posterior(redraw, parameters, fisher)
@@ -254,7 +254,7 @@ def _fit_together(
         loss.backward()
         return float(loss.detach())
 
-    for _ in _counted(steps, f"Training {len(models)} models", progress):
+    for _ in track(range(steps), f"Training {len(models)} models", enabled=progress):
         optimiser.step(objective)
         schedule.step()
     for redraw, model in enumerate(models):
@@ -367,14 +367,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(part) for part in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def _counted(total: int, description: str, progress: bool) -> Iterator[int]:
-    """0 … total − 1; on a terminal and with `progress`, one line on standard error says how far it is."""
-    visible = progress and sys.stderr.isatty()
-    for done in range(total):
-        if visible:
-            sys.stderr.write(f"\r\x1b[2K{description}: {done} of {total}")
-        yield done
-    if visible:
-        sys.stderr.write("\r\x1b[2K")

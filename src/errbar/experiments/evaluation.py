@@ -24,7 +24,6 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 def scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, Any]:
     """The paper's measures and more; ECE in per cent."""
-    literal = metrics.ece_literal(pmf, labels)
     return {
         "accuracy": metrics.accuracy(pmf, labels),
         "log_likelihood": metrics.log_likelihood(pmf, labels),
@@ -32,7 +31,7 @@ def scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, An
         "brier": metrics.brier(pmf, labels),
         "ece": 100 * metrics.ece(pmf, labels),
         "ece_interval": ece_interval(pmf, labels),
-        "ece_literal": literal,
+        "ece_literal": metrics.ece_literal(pmf, labels),
         "aurc": metrics.aurc(pmf, labels),
         "accuracy_at_90": accuracy_at(pmf, labels, 0.9),
     }
