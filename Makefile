@@ -53,8 +53,10 @@ $(BENCH)/.installed: pyproject.toml constraints.txt bench/requirements-peers.txt
 
 bench: $(BENCH)/.installed
 	$(BENCH)/bin/python -W ignore bench/against_peers.py
+	$(BENCH)/bin/python -W ignore bench/structures.py
 	$(BENCH)/bin/python bench/scaling.py
 	$(BENCH)/bin/python bench/monte_carlo.py
+	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 
 # The tables of docs/results.md, from the files that `errbar reproduce` wrote.
 results: setup

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 RESULTS = Path(__file__).parent / "results"
 PRIOR = 6.0
+_LEAST_SECONDS = 0.2
 
 
 def head(widths: list[int], seed: int = 0) -> nn.Sequential:
@@ -49,22 +50,31 @@ def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def alternate(runs: dict[str, Callable[[], Any]], repetitions: int = 5) -> dict[str, dict[str, float]]:
-    """Seconds of each run, taken in turn so that a slow spell of the machine hits all: median, least, most."""
+    """Seconds of each run, taken in turn so that a slow spell of the machine hits all: median, least, most.
+
+    The first round warms up, and tells what is over so quickly that one call says little: that is called many times.
+    """
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for repetition in range(repetitions + 1):
+    calls = {name: max(1, min(100, round(_LEAST_SECONDS / _seconds(run, 1)))) for name, run in runs.items()}
+    for _ in range(repetitions):
         for name, run in runs.items():
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if repetition > 0:  # the first round warms up
-                taken[name].append(time.perf_counter() - start)
+            taken[name].append(_seconds(run, calls[name]))
     return {
         name: {"median": statistics.median(t), "least": min(t), "most": max(t), "repetitions": len(t)}
         for name, t in taken.items()
     }
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
+    """Seconds of a call, the mean of so many."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
 
 
 def machine() -> dict[str, Any]:
