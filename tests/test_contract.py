@@ -28,6 +28,7 @@ PUBLIC = {
     "Prior",
     # functions
     "calibrate",
+    "choose_prior",
     "collect",
     "condition",
     "fit",
@@ -92,6 +93,7 @@ ORDER = [
     "posterior",
     "fusion",
     "calibration",
+    "prior_choice",
     "outliers",
     "",  # errbar itself: what comes after is the edge, which uses the package as a user does
     "curves",
@@ -111,6 +113,7 @@ ORDER = [
     "experiments.peers",
     "experiments.evaluation",
     "experiments.sequences",
+    "experiments.structures",
     "experiments.cleaning",
     "experiments.coverage",
     "experiments.reproduce",

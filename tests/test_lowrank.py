@@ -370,9 +370,9 @@ def test_rows_made_a_few_at_a_time_are_the_same(row_bytes: int, monkeypatch: pyt
     model = seeded(convolutional)
     data = [draw(9, 1, 6, 6)]
     whole = collected(model, data, 1000)
-    monkeypatch.setattr(lowrank, "_ROW_BYTES", row_bytes)
+    monkeypatch.setattr(lowrank, "_ROW_BYTES", {"cpu": row_bytes})
     torch.testing.assert_close(collected(model, data, 1000).dense(), whole.dense())
-    monkeypatch.setattr(lowrank, "_ROWS", 1)
+    monkeypatch.setattr(lowrank, "_ROWS", {"cpu": 1})
     torch.testing.assert_close(collected(model, data, 1000).dense(), whole.dense())
 
 
@@ -386,7 +386,7 @@ def test_one_class_after_the_other_gives_the_same_covariance(case: str, monkeypa
     batch = Batch((draw(3, *shape, seed=3),))
     with plain_execution(CPU):
         expected = factor.gaussian_of_batch(network, selection, batch).covariance
-        monkeypatch.setattr(lowrank, "_ROW_BYTES", 1)
+        monkeypatch.setattr(lowrank, "_ROW_BYTES", {"cpu": 1})
         torch.testing.assert_close(factor.gaussian_of_batch(network, selection, batch).covariance, expected)
         monkeypatch.setattr(lowrank, "_JACOBIAN_BYTES", 1)
         torch.testing.assert_close(factor.gaussian_of_batch(network, selection, batch).covariance, expected)

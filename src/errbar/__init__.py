@@ -31,6 +31,7 @@ from errbar.outliers import OutlierScores, outlier_scores, rank_outliers
 from errbar.posterior import Posterior, condition, fit
 from errbar.prediction import Prediction
 from errbar.prior import Prior
+from errbar.prior_choice import choose_prior
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "WeightsChangedError",
     "__version__",
     "calibrate",
+    "choose_prior",
     "collect",
     "condition",
     "fit",

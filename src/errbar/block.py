@@ -18,7 +18,7 @@ from errbar.capture import LinearLayer
 from errbar.dense import DenseAccumulator, DenseFactor, DenseSum
 from errbar.derivative import Derivative
 from errbar.fisher import Fisher
-from errbar.layers import Selection
+from errbar.layers import Selection, owner
 from errbar.logits import LogitGaussian
 from errbar.memory import require_memory
 from errbar.shared import Part
@@ -54,13 +54,8 @@ def blocks(selection: Selection) -> tuple[Block, ...]:
     """One block for each module; a parametrisation (weight norm) belongs to the module that it parametrises."""
     owners: dict[str, list[str]] = {}
     for name in selection.names:
-        owners.setdefault(_owner(name), []).append(name)
-    return tuple(Block(owner, Part.of(selection, names)) for owner, names in owners.items())
-
-
-def _owner(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[: parts.index("parametrizations")] if "parametrizations" in parts else parts[:-1])
+        owners.setdefault(owner(name), []).append(name)
+    return tuple(Block(module, Part.of(selection, names)) for module, names in owners.items())
 
 
 def require_block_memory(selection: Selection, device: torch.device) -> None:

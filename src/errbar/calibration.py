@@ -25,6 +25,7 @@ from errbar import metrics
 from errbar._progress import track
 from errbar.data import Unpack, batches, checked_labels, count_batches
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
+from errbar.factored import FactoredLogitGaussian
 from errbar.modes import plain_execution
 from errbar.posterior import Posterior, require_posterior
 from errbar.prediction import require_samples, softmax_over_classes_, standard_normal
@@ -91,11 +92,27 @@ def calibrate(
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """ĝ and a root of P^g (both for T = T_c = 1) and the label of each held-out input."""
+    """ĝ and a root of P^g (both for T = T_c = 1) and the label of each held-out input.
+
+    Where the covariances have one basis for all inputs (`errbar.factored`), `root` are the deviations along it.
+    """
 
     mean: Float[Tensor, "N M"]
-    root: Float[Tensor, "N M d"] | Float[Tensor, "N M"]
+    root: Float[Tensor, "N M d"] | Float[Tensor, "N d"]
     labels: Int[Tensor, "N"]
+    basis: Float[Tensor, "M d"] | None = None
+    rotation: Float[Tensor, "d d"] | None = None
+
+    def draws(self, samples: int, seed: int) -> Float[Tensor, "d K"]:
+        normal = standard_normal(samples, self.root.shape[-1], seed, self.mean).T
+        return (normal if self.rotation is None else self.rotation.to(normal.dtype) @ normal).contiguous()
+
+    def _spread(self, rows: slice, normal: Float[Tensor, "d K"]) -> Float[Tensor, "b M K"]:
+        root = self.root[rows]
+        if root.ndim == 3:
+            return root @ normal
+        independent = root[:, :, None] * normal
+        return independent if self.basis is None else self.basis @ independent
 
     def pmf(
         self, temperature: float, scale: float, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
@@ -111,8 +128,7 @@ class _HeldOut:
         size = max(1, _BLOCK_ELEMENTS // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
-            root = self.root[rows]
-            spread = root @ normal if root.ndim == 3 else root[:, :, None] * normal
+            spread = self._spread(rows, normal)
             spread *= math.sqrt(scale) / temperature
             logits = spread + self.mean[rows, :, None] / temperature
             velocities = {name: -logits if name == "temperature" else spread / 2 for name in names}
@@ -127,15 +143,21 @@ def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: 
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     means, roots, labels = [], [], []
     stream = track(batches(data, unpack), "Calibrating", total=count_batches(data), enabled=progress)
+    basis = rotation = None
     for batch in stream:
         gaussian = plain.accurate_logits(batch)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
-        roots.append(gaussian.sampling_root()[0])
+        if isinstance(gaussian, FactoredLogitGaussian):
+            # One posterior has one basis; with many classes a root of M × d numbers an input would fill the memory.
+            roots.append(gaussian.deviations())
+            basis, rotation = gaussian.centred_basis.to(gaussian.mean.dtype), gaussian.rotation
+        else:
+            roots.append(gaussian.sampling_root()[0])
     if not means:
         raise DataError("The data to calibrate on are empty: expected at least one batch.")
-    return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels))
+    return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels), basis, rotation)
 
 
 @dataclass(frozen=True)
@@ -179,7 +201,7 @@ def _search(
 
     Returns the best values, never worse than those at the start, and the bounds at which the objective is as good.
     """
-    normal = standard_normal(samples, held_out.root.shape[-1], seed, held_out.mean).T.contiguous()
+    normal = held_out.draws(samples, seed)
 
     def value(point: Tensor, draws: Tensor) -> float:
         trial = _at(point, names, start)

@@ -200,7 +200,8 @@ def collect(
         model: a trained classifier that returns logits; never modified.
         data: a Dataset, a DataLoader or an iterable of batches, read once.
         last_layers: the parameters of the r layers that run last.
-        parameters: module or parameter names, or "all"; give either this or `last_layers`.
+        parameters: module or parameter names, "all", or "trainable" for those that require gradients (adapters in a
+            frozen network); give either this or `last_layers`.
         fisher: "ggn", or "eta" for the paper's diagonal form.
         structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
             for whole networks. See `errbar.structures`.

@@ -76,7 +76,7 @@ def require_one_question(last_layers: object, parameters: object) -> None:
         got = "neither" if last_layers is None else "both"
         raise SelectionError(
             f"Expected exactly one of last_layers= and parameters=, got {got}. Use last_layers=2 for the two layers "
-            "that run last, parameters='all', or parameters=['name', ...]."
+            "that run last, parameters='all' or 'trainable', or parameters=['name', ...]."
         )
     if last_layers is not None:
         whole = whole_number(last_layers)
@@ -87,7 +87,7 @@ def require_one_question(last_layers: object, parameters: object) -> None:
         return
     names = [parameters] if isinstance(parameters, str) else parameters
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise SelectionError(f"parameters is {parameters!r}; expected module or parameter names, or 'all'.")
+        raise SelectionError(f"parameters is {parameters!r}; expected module or parameter names, 'all' or 'trainable'.")
     if len(names) == 0:
         raise SelectionError("parameters is empty; expected at least one module or parameter name, or 'all'.")
 
@@ -130,6 +130,11 @@ def _named(module: nn.Module, parameters: str | Sequence[str] | None) -> set[str
     every = dict(module.named_parameters(remove_duplicate=False))
     if parameters == "all":
         return set(every)
+    if parameters == "trainable":
+        trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if not trainable:
+            raise SelectionError("parameters is 'trainable', but no parameter of the model requires gradients.")
+        return trainable
     wanted = [parameters] if isinstance(parameters, str) else list(parameters or ())
     chosen: set[int] = set()
     for prefix in wanted:
@@ -143,6 +148,12 @@ def _named(module: nn.Module, parameters: str | Sequence[str] | None) -> set[str
 def matching(available: Sequence[str], prefix: str) -> list[str]:
     """Names that are `prefix` or lie in the module `prefix`."""
     return [name for name in available if name == prefix or name.startswith(f"{prefix}.")]
+
+
+def owner(name: str) -> str:
+    """The module that a parameter belongs to; a parametrisation belongs to the module that it parametrises."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("parametrizations")] if "parametrizations" in parts else parts[:-1])
 
 
 def _suggestion(available: Sequence[str], wanted: str) -> str:

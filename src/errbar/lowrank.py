@@ -44,16 +44,20 @@ from errbar.network import Network
 from errbar.sketch import FrequentDirections, column_blocks, compress, orthogonalised, squared_sums, without_rounding
 
 # So many rows, and so many bytes of them, are made at a time; the first is for what the network holds beside them.
-_ROWS = 512
-_ROW_BYTES = 2**28
+_ROWS = {"cpu": 512, "cuda": 4096}
+_ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
 # J of one input is held up to so many bytes: enough for ten classes and 25 million parameters.
 _JACOBIAN_BYTES = 2**30
+
+
+def _limit(limits: dict[str, int], device: torch.device) -> int:
+    return limits.get(device.type, limits["cpu"])
 
 
 def require_low_rank_memory(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a sketch that cannot be held: 2k rows while it is made, k rows and k directions afterwards."""
     require_memory(
-        2 * rank * n * dtype.itemsize + 4 * 8 * n + 2 * _ROW_BYTES,
+        2 * rank * n * dtype.itemsize + 4 * 8 * n + 2 * _limit(_ROW_BYTES, device),
         device,
         what=f"A sketch of rank {rank} of the information about {n:,} parameters",
         instead="Use a smaller rank, or select fewer parameters.",
@@ -157,7 +161,8 @@ class LowRankAccumulator:
             return logits
         vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
-        at_once = min(_ROWS, max(1, _ROW_BYTES // (n * logits.element_size())))
+        device = logits.device
+        at_once = min(_limit(_ROWS, device), max(1, _limit(_ROW_BYTES, device) // (n * logits.element_size())))
         samples, step = max(1, at_once // columns), min(at_once, columns)
         for start in range(0, size, samples):
             part = batch.rows(start, min(start + samples, size))
@@ -227,7 +232,8 @@ class LowRankFactor:
         logits = network.logits(batch)
         size, classes = logits.shape
         each = classes * selection.n_parameters * logits.element_size()
-        step = max(1, min(_ROWS // classes, _ROW_BYTES // each))
+        device = logits.device
+        step = max(1, min(_limit(_ROWS, device) // classes, _limit(_ROW_BYTES, device) // each))
         identity = torch.eye(classes, dtype=logits.dtype, device=logits.device)
         found = []
         for start in range(0, size, step):
@@ -249,7 +255,7 @@ class LowRankFactor:
         size, classes, n = jacobian.shape
         rows = jacobian.reshape(-1, n)
         dtype = torch.promote_types(rows.dtype, self.directions.dtype)
-        blocks = list(column_blocks(n, len(rows) + len(self.directions)))
+        blocks = list(column_blocks(n, len(rows) + len(self.directions), rows.device))
         explained = torch.zeros(len(rows), len(self.directions), dtype=torch.float64, device=rows.device)
         for block in blocks:
             explained += self._scaled(rows, block, dtype) @ self.directions[:, block].to(dtype).T
@@ -304,7 +310,7 @@ class LowRankFactor:
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P): D^{−1/2} (z − Qᵀ diag(1 − 1/√(1 + s)) Q z)."""
         weights = torch.zeros(len(normal), len(self.directions), dtype=normal.dtype, device=normal.device)
-        blocks = list(column_blocks(normal.shape[1], len(normal) + len(self.directions)))
+        blocks = list(column_blocks(normal.shape[1], len(normal) + len(self.directions), normal.device))
         for block in blocks:
             weights += normal[:, block] @ self.directions[:, block].to(normal.dtype).T
         weights *= 1 - (1 + self.strengths).rsqrt().to(normal.dtype)

@@ -35,7 +35,7 @@ _PRODUCTS = "Products of the derivatives of the logits"
 # Light rows are left out up to this share of the bound.
 _LIGHT_SHARE = 0.05
 # Columns are taken so many entries at a time: they stay in the cache, and products are summed in float64 in between.
-_BLOCK_ENTRIES = 2**20
+_BLOCK_ENTRIES = {"cpu": 2**20, "cuda": 2**24}
 
 
 def eigen(matrix: Float[Tensor, "m m"]) -> tuple[Float[Tensor, "m"], Float[Tensor, "m m"]]:
@@ -44,9 +44,9 @@ def eigen(matrix: Float[Tensor, "m m"]) -> tuple[Float[Tensor, "m"], Float[Tenso
     return values.flip(0), vectors.flip(1)
 
 
-def column_blocks(n: int, rows: int) -> Iterator[slice]:
+def column_blocks(n: int, rows: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover n columns of a matrix of so many rows, some columns at a time."""
-    size = max(2048, _BLOCK_ENTRIES // max(1, rows))
+    size = max(2048, _BLOCK_ENTRIES.get(device.type, _BLOCK_ENTRIES["cpu"]) // max(1, rows))
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 
@@ -55,7 +55,7 @@ def squared_sums(rows: Float[Tensor, "m n"]) -> tuple[Float[Tensor, "n"], Float[
     """The squared length of each column, which is the diagonal of rowsᵀ rows, and of each row; in float64."""
     by_column = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     by_row = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for block in column_blocks(rows.shape[1], len(rows)):
+    for block in column_blocks(rows.shape[1], len(rows), rows.device):
         squares = rows[:, block].double().square()
         by_column[block] = squares.sum(0)
         by_row += squares.sum(1)
@@ -65,7 +65,7 @@ def squared_sums(rows: Float[Tensor, "m n"]) -> tuple[Float[Tensor, "n"], Float[
 def gram(first: Float[Tensor, "p n"], second: Float[Tensor, "q n"]) -> Float[Tensor, "p q"]:
     """first secondᵀ: products in the dtype of the rows, summed in float64."""
     total = torch.zeros(len(first), len(second), dtype=torch.float64, device=first.device)
-    for block in column_blocks(first.shape[1], len(first) + len(second)):
+    for block in column_blocks(first.shape[1], len(first) + len(second), first.device):
         total += first[:, block] @ second[:, block].T
     return total
 
@@ -95,7 +95,7 @@ def compress(
     weights = (kept[:count] / squares[:count]).sqrt()
     mixing = (vectors[:, :count] * weights).T.to(first.dtype)
     left, right = mixing[:, : len(first)], mixing[:, len(first) :]
-    for block in column_blocks(first.shape[1], len(first) + len(second)):
+    for block in column_blocks(first.shape[1], len(first) + len(second), first.device):
         out[:count, block] = torch.addmm(left @ first[:, block], right, second[:, block])
     return count, delta
 
@@ -110,7 +110,7 @@ def orthogonalised(
     eigenvectors of Â Âᵀ = V Γ Vᵀ; what remains is the SVD of a k × k matrix, diag |a| V Γ^½ = X diag √s Y, and
     Q = Y Γ^{−½} Vᵀ Â.
     """
-    blocks = list(column_blocks(rows.shape[1], len(rows)))
+    blocks = list(column_blocks(rows.shape[1], len(rows), rows.device))
     small = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for block in blocks:
         part = rows[:, block].double() * scale[block]

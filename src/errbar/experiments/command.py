@@ -19,6 +19,7 @@ _SHOWN = (
     "fitted",
     "outliers",
     "shift",
+    "structures",
     "fusion",
     "decisions",
     "classifiers",

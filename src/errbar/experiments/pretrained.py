@@ -15,7 +15,7 @@ from torch import nn
 
 import errbar
 from errbar.errors import ArgumentError, DataError
-from errbar.experiments import datasets, methods
+from errbar.experiments import datasets, methods, structures
 from errbar.experiments.evaluation import evaluate
 from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
@@ -69,12 +69,14 @@ def pretrained(options: Options) -> dict[str, Any]:
             members=0,
             outliers={"SVHN": foreign},
             shifts=(NOISE, BLUR, CONTRAST),
+            whole_network_samples=50 if options.quick else 10_000,
         )
 
     def compute(seed: int) -> dict[str, Any]:
         compared = _methods(network, problem(seed))
         title = f"Half {seed + 1} of {options.count()}"
         run = evaluate(compared, problem(seed), title=title, progress=options.progress)
+        run["structures"] = structures.study(network, problem(seed), heads=(1,), title=title, progress=options.progress)
         if seed > 0:
             del run["roc"]
         return {"seed": seed, "methods": {key: method.name for key, method in compared.items()}, **run}

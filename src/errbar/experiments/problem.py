@@ -56,6 +56,7 @@ class Problem:
     class_names: tuple[str, ...] = ()
     dropout_samples: int = 50
     priors: tuple[float, ...] = PRIORS
+    whole_network_samples: int = 10_000  # training samples for the information about a whole network
 
     @property
     def device(self) -> torch.device:

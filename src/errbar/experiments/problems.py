@@ -82,6 +82,7 @@ def cifar10(folder: Path, *, quick: bool, device: torch.device) -> Experiment:
         outliers={"SVHN": datasets.read_svhn(folder).pixels().to(device)},
         shifts=(NOISE, BLUR, CONTRAST),
         class_names=_CIFAR_CLASSES,
+        whole_network_samples=5000,
     )
     return _finished(problem, None, quick)
 
@@ -192,6 +193,7 @@ def _finished(problem: Problem, foreign: Tensor | None, quick: bool) -> Experime
         class_names=problem.class_names,
         dropout_samples=5,
         priors=_FEW_PRIORS,
+        whole_network_samples=50,
     )
     return Experiment(small, foreign=None if foreign is None else foreign[:200], views=(3, 15))
 

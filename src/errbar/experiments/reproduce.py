@@ -21,7 +21,7 @@ import errbar
 from errbar import metrics
 from errbar._progress import track
 from errbar.errors import ArgumentError
-from errbar.experiments import cleaning, coverage, methods, peers, sequences
+from errbar.experiments import cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
 from errbar.experiments.problem import Problem, Samples
@@ -165,6 +165,8 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
     paper, posterior = (compared[key].posterior for key in ("proposed", "both"))
     assert paper is not None
     assert posterior is not None
+    if problem.outliers:
+        run["structures"] = structures.study(network, problem, title=title, progress=progress)
     run["scale_curve"] = scale_curve(paper, problem)
     run["linearisation"] = coverage.linearisation(posterior, problem.test.x[:200], samples=1000)
     run["fusion"] = fusion(experiment, posterior, folder, base, progress=progress)

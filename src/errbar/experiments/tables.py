@@ -243,12 +243,36 @@ def retraining_table(result: Result) -> Table:
     return Table("Trained again without", ("without", *(measure.heading for measure in shown)), rows)
 
 
+def structure_table(result: Result) -> Table:
+    """Structures of the posterior, each calibrated in the same way."""
+    runs = [run["structures"] for run in result["runs"]]
+    foreign = list(runs[0][0]["auroc"])
+    rows = []
+    for number, first in enumerate(runs[0]):
+        each = [run[number] for run in runs]
+        cells = [f"{first['parameters']:,}"]
+        cells += [mean_and_deviation([100 * one["accuracy"] for one in each], ".2f")]
+        cells += [
+            mean_and_deviation([one[key] for one in each], form) for key, form in (("nll", ".4f"), ("ece", ".2f"))
+        ]
+        for name in foreign:
+            for score in ("entropy", "mutual information"):
+                cells.append(mean_and_deviation([100 * one["auroc"][name][score] for one in each], ".1f"))
+        for key, factor, form in (("fit_seconds", 1, ".1f"), ("predict_seconds", 1e6, ".0f")):
+            cells.append(format(statistics.median(factor * one[key] for one in each), form))
+        rows.append((first["name"], *cells))
+    areas = tuple(f"AUROC %, {name}: {score}" for name in foreign for score in ("entropy", "mutual information"))
+    headings = ("parameters, structure", "n", "accuracy % ↑", "NLL ↓", "ECE % ↓", *areas, "fit, s", "predict, µs")
+    return Table("Structures: prior by evidence, T and T_c by NLL", headings, tuple(rows))
+
+
 TABLES: dict[str, Callable[[Result], Table]] = {
     "scores": score_table,
     "fitted": fitted_table,
     "outliers": outlier_table,
     "shift": shift_table,
     "paired": paired_table,
+    "structures": structure_table,
     "cost": cost_table,
     "fusion": fusion_table,
     "decisions": decision_table,
@@ -268,7 +292,7 @@ def available(result: Result) -> list[str]:
         "decisions": "fusion",
         "classifiers": "fusion",
     }
-    needs |= {"cleaning": "cleaning", "retraining": "cleaning"}
+    needs |= {"cleaning": "cleaning", "retraining": "cleaning", "structures": "structures"}
     return [name for name in TABLES if name not in needs or run.get(needs[name])]
 
 

@@ -1,0 +1,106 @@
+"""The structures of the posterior beside each other: more parameters approximately, or fewer of them exactly.
+
+All with the exact Fisher information, the prior by evidence, and T and T_c by NLL on the validation data.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import errbar
+from errbar import metrics
+from errbar._progress import track
+from errbar.experiments.methods import batched, calibrated, of_posterior
+from errbar.experiments.problem import Problem
+
+# A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`.
+_KRON_PARAMETERS = 1_000_000
+_WHOLE = {"parameters": "all"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which parameters, and how their information is kept."""
+
+    name: str
+    structure: str
+    select: dict[str, Any]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.select == _WHOLE
+
+
+def choices(network: nn.Module, heads: tuple[int, ...]) -> Iterator[Choice]:
+    """`heads` are the numbers of last layers to look at; then the whole network."""
+    for count in heads:
+        layers = "last layer" if count == 1 else f"last {count} layers"
+        for structure in ("dense", "kron", "diag") if count == 1 else ("dense", "block", "kron", "diag"):
+            yield Choice(f"{layers}, {structure}", structure, {"last_layers": count})
+    size = sum(parameter.numel() for parameter in network.parameters())
+    for structure in ("lowrank", "kron", "diag"):
+        if structure != "kron" or size <= _KRON_PARAMETERS:
+            yield Choice(f"whole network, {structure}", structure, _WHOLE)
+
+
+def study(
+    network: nn.Module, problem: Problem, heads: tuple[int, ...] = (1, 2), *, title: str = "", progress: bool = False
+) -> list[dict[str, Any]]:
+    """Scores on the test data, AUROC against the outliers, and cost, of each choice."""
+    wanted = list(choices(network, heads))
+    return [_one(network, problem, c) for c in track(wanted, f"{title}: structures", enabled=progress)]
+
+
+def _one(network: nn.Module, problem: Problem, choice: Choice) -> dict[str, Any]:
+    start = time.perf_counter()
+    information = _information(network, problem, choice)
+    with warnings.catch_warnings():
+        # A prior at the edge of the candidates is reported as it is.
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)
+        prior = errbar.choose_prior(information, precisions=problem.priors)
+    posterior = errbar.condition(information, prior)
+    if problem.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    method = of_posterior(
+        choice.name, calibrated(posterior, problem, "nll", ("temperature", "covariance_scale")), seconds
+    )
+    start = time.perf_counter()
+    outcome = method(problem.test.x)
+    inside, labels = outcome.outlier_scores(), problem.test.y
+    predicting = time.perf_counter() - start
+    areas: dict[str, dict[str, float]] = {}
+    for name, foreign in problem.outliers.items():
+        for score, outside in method(foreign).outlier_scores().items():
+            values = torch.cat([inside[score], outside]).cpu()
+            positive = torch.arange(len(values)) >= len(labels)
+            areas.setdefault(name, {})[score] = metrics.auroc(values, positive)
+    return {
+        "name": choice.name,
+        "parameters": information.n_parameters,
+        "samples": information.n_samples,
+        "accuracy": metrics.accuracy(outcome.pmf, labels),
+        "nll": metrics.nll(outcome.pmf, labels),
+        "ece": 100 * metrics.ece(outcome.pmf, labels),
+        "auroc": areas,
+        "fitted": method.fitted,
+        "fit_seconds": seconds,
+        "predict_seconds": predicting / len(labels),
+    }
+
+
+def _information(network: nn.Module, problem: Problem, choice: Choice) -> errbar.Information:
+    """Of all training data; of a whole network by as many as the problem says, counted as if they were all."""
+    train, few = problem.train, problem.whole_network_samples
+    count = len(train.y)
+    if not choice.is_whole or few >= count:
+        return errbar.collect(network, batched(train), structure=choice.structure, **choice.select)
+    some = train.take(torch.arange(few, device=problem.device) * count // few)
+    return errbar.collect(network, batched(some), structure=choice.structure, **choice.select) * (count / few)
