@@ -40,7 +40,8 @@ _BOUNDS = {"temperature": TEMPERATURE_BOUNDS, "covariance_scale": COVARIANCE_SCA
 _LOG_LIKELIHOOD_RATIO = 2.0
 _NEGLIGIBLE_NATS = 8e-4
 _COARSE_SAMPLES = 100
-_BLOCK_ELEMENTS = 2**20
+# Samples made at a time: on a CPU they should stay in the cache, a GPU wants few large launches.
+_BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
 
 
 def calibrate(
@@ -125,7 +126,8 @@ class _HeldOut:
             normal = normal[:, :1]
         pmf = torch.empty_like(self.mean)
         slopes = {name: torch.empty_like(self.mean) for name in names}
-        size = max(1, _BLOCK_ELEMENTS // (self.mean.shape[1] * normal.shape[1]))
+        limit = _BLOCK_ELEMENTS.get(self.mean.device.type, _BLOCK_ELEMENTS["cpu"])
+        size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
             spread = self._spread(rows, normal)

@@ -15,6 +15,7 @@ from errbar import metrics
 from errbar._progress import track
 from errbar.experiments.methods import Method
 from errbar.experiments.problem import Problem
+from errbar.experiments.shifts import Shift
 from errbar.logits import LogitGaussian
 
 BOOTSTRAPS = 1000
@@ -74,9 +75,6 @@ def evaluate(
     """All of one run: each method on the test data, the outliers and the shifted test data."""
     test = problem.test
     result: dict[str, Any] = {"scores": {}, "reliability": {}, "cost": {}, "outliers": {}, "roc": {}, "shift": {}}
-    for shift in problem.shifts:
-        measures: dict[str, Any] = {measure: {key: [] for key in methods} for measure in ("nll", "ece", "accuracy")}
-        result["shift"][shift.kind] = {"severity": list(shift.severities), **measures}
     for key, method in track(list(methods.items()), f"{title}: evaluating", enabled=progress):
         outcome = method(test.x)
         result["scores"][key] = {**scores(outcome.pmf, test.y), "fitted": method.fitted}
@@ -91,14 +89,25 @@ def evaluate(
                 area = metrics.auroc(both, positive)
                 result["outliers"].setdefault(name, {}).setdefault(score, {})[key] = area
                 result["roc"].setdefault(name, {})[f"{key} · {score}"] = {**roc(both, positive), "auroc": area}
-        for shift in problem.shifts:
-            rows = result["shift"][shift.kind]
-            for severity in shift.severities:
-                pmf = method(shift.apply(test.x, severity)).pmf
-                rows["nll"][key].append(metrics.nll(pmf, test.y))
-                rows["ece"][key].append(100 * metrics.ece(pmf, test.y))
-                rows["accuracy"][key].append(metrics.accuracy(pmf, test.y))
+    for shift in problem.shifts:
+        result["shift"][shift.kind] = _under_shift(methods, problem, shift, title=title, progress=progress)
     return result
+
+
+def _under_shift(
+    methods: Mapping[str, Method], problem: Problem, shift: Shift, *, title: str, progress: bool
+) -> dict[str, Any]:
+    """NLL, ECE and accuracy of each method at each severity; the shifted data are made once for all methods."""
+    labels = problem.test.y
+    rows: dict[str, Any] = {measure: {key: [] for key in methods} for measure in ("nll", "ece", "accuracy")}
+    for severity in track(shift.severities, f"{title}: {shift.kind}", enabled=progress):
+        shifted = shift.apply(problem.test.x, severity)
+        for key, method in methods.items():
+            pmf = method(shifted).pmf
+            rows["nll"][key].append(metrics.nll(pmf, labels))
+            rows["ece"][key].append(100 * metrics.ece(pmf, labels))
+            rows["accuracy"][key].append(metrics.accuracy(pmf, labels))
+    return {"severity": list(shift.severities), **rows}
 
 
 def roc(values: Float[Tensor, "N"], positive: Tensor, points: int = 100) -> dict[str, list[float]]:
