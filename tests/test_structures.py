@@ -513,6 +513,26 @@ def test_many_classes_never_make_a_matrix_of_classes_by_classes_for_an_input(
     assert torch.allclose(prediction.pmf.sum(1), torch.ones(2))
 
 
+@pytest.mark.parametrize("options", [{"structure": "kron"}, {"structure": "diag"}, {"fisher": "eta"}])
+def test_many_classes_are_calibrated_without_matrices_of_classes(
+    options: dict[str, Any], no_class_matrices: None
+) -> None:
+    """And give the T and T_c of the same Gaussians in full."""
+    model, x = seeded(lambda: nn.Linear(12, 40)), draw(60, 12)
+    with torch.no_grad():
+        labels = (3 * model(x) + draw(60, 40, seed=5)).argmax(1)
+    posterior = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(2.0), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)  # sixty labels do not determine both
+        whole = errbar.calibrate(posterior, [(x, labels)], samples=50)
+        parts = errbar.calibrate(posterior, [(x[:7], labels[:7]), (x[7:], labels[7:])], samples=50)
+    assert (parts.temperature, parts.covariance_scale) == pytest.approx((whole.temperature, whole.covariance_scale))
+    gaussian = posterior.logits(x)
+    value = errbar.metrics.nll(gaussian.predict(50).pmf, labels)
+    tempered = gaussian.tempered(whole.temperature).scaled(whole.covariance_scale)
+    assert errbar.metrics.nll(tempered.predict(50).pmf, labels) < value
+
+
 def test_the_factored_form_is_the_gaussian_that_it_stands_for() -> None:
     K = 40_000
     mean, basis, weights = draw(4, 3), draw(3, 3, seed=2), draw(4, 3, seed=3).square()
