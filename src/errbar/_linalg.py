@@ -16,6 +16,8 @@ from errbar.errors import CovarianceError, SingularCovarianceError
 
 # Jitter is tried in steps of a hundred, as a share of the mean diagonal, from the rounding of float64 upwards.
 _FIRST_JITTER = 1e-14
+# Numbers that are cast at a time where a float32 product is added to a float64 sum.
+_ADDED_NUMBERS = 2**20
 
 
 def largest_jitter(dtype: torch.dtype) -> float:
@@ -69,6 +71,23 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
         failed = failed & still.bool()
         jitter *= 100
     return lower, used
+
+
+def add_in_place(total: Float[Tensor, "m k"], product: Float[Tensor, "m k"]) -> None:
+    """total += product, some rows at a time: torch would make a float64 copy of all of a float32 product first."""
+    step = max(1, _ADDED_NUMBERS // max(1, total.shape[1]))
+    for start in range(0, len(total), step):
+        total[start : start + step] += product[start : start + step]
+
+
+def cholesky_in_place(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"] | None:
+    """The lower Cholesky factors in the memory of symmetric float64 matrices; None where one is not positive definite.
+
+    The matrices are gone either way. They must lie column by column, as LAPACK has them: `matrix.mT` is contiguous.
+    """
+    failed = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(matrix, out=(matrix, failed))
+    return None if bool(failed.any()) else matrix
 
 
 def is_positive_semidefinite(matrix: Float[Tensor, "*B n n"], *, tolerance: float) -> bool:

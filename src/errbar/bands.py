@@ -7,6 +7,8 @@ rows S_k h_a with hᵀ. The part of a band below the diagonal is computed for no
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from errbar.packed import unpack_index
 
 # Rows of a band: fewer waste less below the diagonal, more make larger products.
-_ROWS = 32
+ROWS = 32
 
 # Band s … e−1 of k symmetric matrices, columns s … p−1: [k, e−s, p−s].
 Bands = list[Float[Tensor, "k _ _"]]
@@ -26,17 +28,27 @@ def suits(p: int, k: int) -> bool:
 
 
 def _spans(p: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _ROWS, p)) for start in range(0, p, _ROWS)]
+    return [(start, min(start + ROWS, p)) for start in range(0, p, ROWS)]
 
 
 def zeros(p: int, k: int, device: torch.device) -> Bands:
-    return [torch.zeros(k, stop - start, p - start, dtype=torch.float64, device=device) for start, stop in _spans(p)]
+    return _empty(p, k, torch.float64, device, torch.zeros)
+
+
+def _empty(
+    p: int, k: int, dtype: torch.dtype, device: torch.device, make: Callable[..., Tensor] = torch.empty
+) -> Bands:
+    """All bands in one stretch of memory, which goes back to the system as a whole."""
+    shapes = [(k, stop - start, p - start) for start, stop in _spans(p)]
+    sizes = [rows * columns * k for _, rows, columns in shapes]
+    whole = make(sum(sizes), dtype=dtype, device=device)
+    return [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
 
 
 def add_products(totals: Bands, weights: Float[Tensor, "k B"], rows: Float[Tensor, "p B"]) -> None:
     """totals[k, a, b] += Σ_n S_k h_a h_b in place: products in the dtype of `weights`, the sum in float64."""
     p, samples = rows.shape
-    buffer = torch.empty(len(weights) * _ROWS, samples, dtype=weights.dtype, device=weights.device)
+    buffer = torch.empty(len(weights) * ROWS, samples, dtype=weights.dtype, device=weights.device)
     for total, (start, stop) in zip(totals, _spans(p), strict=True):
         scaled = buffer[: len(weights) * (stop - start)]
         torch.mul(weights[:, None], rows[start:stop], out=scaled.view(len(weights), stop - start, samples))
@@ -70,7 +82,7 @@ def to_packed(bands: Bands) -> Float[Tensor, "rows k"]:
 
 def from_packed(packed: Float[Tensor, "rows k"], p: int) -> Bands:
     """Bands with the packed entries on and above the diagonal, and zero below it."""
-    return [
-        packed[unpack_index(p, packed.device)[start:stop, start:]].permute(2, 0, 1).triu().contiguous()
-        for start, stop in _spans(p)
-    ]
+    bands = _empty(p, packed.shape[1], packed.dtype, packed.device)
+    for band, (start, stop) in zip(bands, _spans(p), strict=True):
+        band.copy_(packed[unpack_index(p, packed.device)[start:stop, start:]].permute(2, 0, 1)).triu_()
+    return bands

@@ -25,8 +25,8 @@ from errbar.memory import require_memory
 BlockKey = tuple[LinearLayer, LinearLayer, bool]
 
 # Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
-_STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
-_STAGED_BYTES = 2**28
+STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
+STAGED_BYTES = 2**28
 
 
 def require_dense_memory(n: int, device: torch.device) -> None:
@@ -109,8 +109,11 @@ class DenseAccumulator:
         if self.staged:
             self._flush()
         total = self._zeros() if self.matrix is None else self.matrix
-        blocks = self.blocks | {key: bands.to_packed(block) for key, block in self.bands.items()}
-        _add_blocks(total, {key: self._in_logits(key, block) for key, block in blocks.items()})
+        # One after the other, each let go of: together they can be as large as the matrix.
+        for key in list(self.blocks):
+            _add_block(total, key, self._in_logits(key, self.blocks.pop(key)))
+        for key in list(self.bands):
+            _add_block(total, key, self._in_logits(key, bands.to_packed(self.bands.pop(key))))
         return DenseSum(total)
 
     def _zeros(self) -> Float[Tensor, "n n"]:
@@ -123,14 +126,14 @@ class DenseAccumulator:
         if rows.dtype == torch.float64:
             self.matrix.addmm_(rows.T, rows)
         else:
-            self.matrix += rows.T @ rows
+            _linalg.add_in_place(self.matrix, rows.T @ rows)
 
     def _capacity(self) -> int:
         weights, factors = self.staged[0]
         classes = weights.shape[1]
         floats = classes**2 + sum(f.layer.width + f.layer.outputs * (classes + f.layer.outputs) for f in factors)
-        most = _STAGED_SAMPLES.get(self.device.type, 4096)
-        return max(1, min(most, _STAGED_BYTES // (floats * weights.element_size())))
+        most = STAGED_SAMPLES.get(self.device.type, 4096)
+        return max(1, min(most, STAGED_BYTES // (floats * weights.element_size())))
 
     def _contrasts(self, classes: int) -> Float[Tensor, "M M-1"] | None:
         """E with Λ = E (EᵀΛE) Eᵀ, as Λ1 = 0: a layer that returns the logits needs M−1 of M rows. Not for `eta`."""
@@ -207,20 +210,20 @@ def _concatenated(parts: list[tuple[Factor, ...]]) -> list[Factor]:
     return joined
 
 
-def _add_blocks(whole: Float[Tensor, "n n"], blocks: dict[BlockKey, Float[Tensor, "rows k"]]) -> None:
-    """Add packed blocks, and their mirror images, to a matrix in the order of the flat parameter vector."""
-    for (first, second, symmetric), total in blocks.items():
-        d, p, e, q = first.outputs, first.width, second.outputs, second.width
-        for i, j, entries in packed.block_from_products(total, d, p, e, q, symmetric=symmetric):
-            for entry_rows, rows in first.spans(i, i + 1):
-                for entry_columns, columns in second.spans(j, e):
-                    part = entries[entry_rows, :, entry_columns]
-                    whole[rows, columns] += part.flatten(1)
-                # A diagonal sub-block is its own mirror image.
-                beyond = j + 1 if symmetric else j
-                for entry_columns, columns in second.spans(beyond, e):
-                    part = entries[entry_rows, beyond - j :, entry_columns]
-                    whole[columns, rows] += part.flatten(1).T
+def _add_block(whole: Float[Tensor, "n n"], key: BlockKey, total: Float[Tensor, "rows k"]) -> None:
+    """Add a packed block, and its mirror image, to a matrix in the order of the flat parameter vector."""
+    first, second, symmetric = key
+    d, p, e, q = first.outputs, first.width, second.outputs, second.width
+    for i, j, entries in packed.block_from_products(total, d, p, e, q, symmetric=symmetric):
+        for entry_rows, rows in first.spans(i, i + 1):
+            for entry_columns, columns in second.spans(j, e):
+                part = entries[entry_rows, :, entry_columns]
+                whole[rows, columns] += part.flatten(1)
+            # A diagonal sub-block is its own mirror image.
+            beyond = j + 1 if symmetric else j
+            for entry_columns, columns in second.spans(beyond, e):
+                part = entries[entry_rows, beyond - j :, entry_columns]
+                whole[columns, rows] += part.flatten(1).T
 
 
 class DenseFactor:
@@ -251,9 +254,18 @@ class DenseFactor:
         with self._lock:
             if "factorisation" in self.__dict__:
                 return self.__dict__["factorisation"]  # type: ignore[no-any-return]
-            precision = self.total.matrix.clone()
-            precision.diagonal().add_(self.prior_precision)
-            return _linalg.safe_cholesky(precision, name="The posterior precision", limit=self.limit)
+            # In place, because each copy of an n × n matrix counts; what fails is made again, and looked at closely.
+            lower = _linalg.cholesky_in_place(self._precision())
+            if lower is not None:
+                return lower, 0.0
+            return _linalg.safe_cholesky(self._precision(), name="The posterior precision", limit=self.limit)
+
+    def _precision(self) -> Float[Tensor, "n n"]:
+        """Σ + diag λ, column by column."""
+        precision = torch.empty_like(self.total.matrix, memory_format=torch.contiguous_format).mT
+        precision.copy_(self.total.matrix)
+        precision.diagonal().add_(self.prior_precision)
+        return precision
 
     @property
     def lower(self) -> Float[Tensor, "n n"]:

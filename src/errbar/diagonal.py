@@ -33,7 +33,7 @@ def weighted_squares(
         weights = fisher_diagonal(logits).to(jacobian.dtype)
         return (weights[:, None] @ jacobian.square())[:, 0]
     probability = torch.softmax(logits.double(), 1).to(jacobian.dtype)[:, None]
-    return (probability @ (jacobian - probability @ jacobian).square())[:, 0]
+    return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
 
 
 def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fisher: Fisher) -> Float[Tensor, "d p"]:

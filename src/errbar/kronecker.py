@@ -255,7 +255,7 @@ def _add_square(total: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> None
     if rows.dtype == torch.float64:
         total.addmm_(rows.T, rows)
     else:
-        total += rows.T @ rows
+        _linalg.add_in_place(total, rows.T @ rows)
 
 
 def _summed_fisher(logits: Float[Tensor, "B M"], fisher: Fisher, dtype: torch.dtype) -> Float[Tensor, "M M"]:

@@ -22,7 +22,7 @@ from errbar.fisher import fisher_diagonal
 from errbar.logits import DiagonalLogitGaussian, LogitGaussian
 from errbar.memory import require_memory
 
-_STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
+STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
 
 
 def require_per_class_memory(layer: LinearLayer, device: torch.device) -> None:
@@ -74,11 +74,18 @@ class PerClassSum:
         return _linalg.is_positive_semidefinite(self.blocks(), tolerance=tolerance)
 
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> PerClassFactor:
-        precision = self.blocks()
-        precision.diagonal(dim1=1, dim2=2).add_(prior_precision[self.layer.positions().to(self.device)])
+        lower = _linalg.cholesky_in_place(self._precisions(prior_precision).mT)
+        if lower is not None:
+            return PerClassFactor(self.layer, lower, 0.0)
+        precision = self._precisions(prior_precision)
         return PerClassFactor(
             self.layer, *_linalg.safe_cholesky(precision, name="The posterior precision", limit=limit)
         )
+
+    def _precisions(self, prior_precision: Float[Tensor, "n"]) -> Float[Tensor, "M p p"]:
+        precision = self.blocks()
+        precision.diagonal(dim1=1, dim2=2).add_(prior_precision[self.layer.positions().to(self.device)])
+        return precision
 
 
 class PerClassAccumulator:
@@ -96,7 +103,7 @@ class PerClassAccumulator:
         inner = inner_of(derivative)
         self.staged.append((fisher_diagonal(logits).to(self.dtype), inner.to(self.dtype)))
         self.staged_samples += len(logits)
-        if self.staged_samples >= _STAGED_SAMPLES.get(self.totals.device.type, 4096):
+        if self.staged_samples >= STAGED_SAMPLES.get(self.totals.device.type, 4096):
             self._flush()
 
     def finish(self) -> PerClassSum:
