@@ -370,9 +370,9 @@ def test_rows_made_a_few_at_a_time_are_the_same(row_bytes: int, monkeypatch: pyt
     model = seeded(convolutional)
     data = [draw(9, 1, 6, 6)]
     whole = collected(model, data, 1000)
-    monkeypatch.setattr(lowrank, "_ROW_BYTES", {"cpu": row_bytes})
+    monkeypatch.setattr(lowrank, "ROW_BYTES", {"cpu": row_bytes})
     torch.testing.assert_close(collected(model, data, 1000).dense(), whole.dense())
-    monkeypatch.setattr(lowrank, "_ROWS", {"cpu": 1})
+    monkeypatch.setattr(lowrank, "ROWS", {"cpu": 1})
     torch.testing.assert_close(collected(model, data, 1000).dense(), whole.dense())
 
 
@@ -386,9 +386,9 @@ def test_one_class_after_the_other_gives_the_same_covariance(case: str, monkeypa
     batch = Batch((draw(3, *shape, seed=3),))
     with plain_execution(CPU):
         expected = factor.gaussian_of_batch(network, selection, batch).covariance
-        monkeypatch.setattr(lowrank, "_ROW_BYTES", {"cpu": 1})
+        monkeypatch.setattr(lowrank, "ROW_BYTES", {"cpu": 1})
         torch.testing.assert_close(factor.gaussian_of_batch(network, selection, batch).covariance, expected)
-        monkeypatch.setattr(lowrank, "_JACOBIAN_BYTES", 1)
+        monkeypatch.setattr(lowrank, "JACOBIAN_BYTES", 1)
         torch.testing.assert_close(factor.gaussian_of_batch(network, selection, batch).covariance, expected)
 
 
@@ -409,10 +409,11 @@ def test_ranks_that_are_no_number_of_rows_are_refused(rank: int) -> None:
         LowRankAccumulator(network, selection, "ggn", torch.float64, CPU, rank)
 
 
-def test_what_does_not_fit_is_refused_in_words() -> None:
-    network, selection = Network(seeded(one_logit)), Selection(("weight",), ((10**9, 10**3),))
-    with pytest.raises(SizeError, match="A sketch of rank 100 of the information about 1,000,000,000,000 parameters"):
-        LowRankAccumulator(network, selection, "ggn", torch.float64, CPU, 100)
+def test_what_does_not_fit_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("errbar.memory.available_bytes", lambda device: 10**6)
+    model = torch.nn.Linear(100, 10)
+    with pytest.raises(SizeError, match=r"structure='lowrank' of 1,010 parameters needs .* MiB on cpu"):
+        errbar.fit(model, [torch.zeros(2, 100)], last_layers=1, structure="lowrank")
 
 
 def test_logits_and_derivatives_that_are_not_finite_are_reported() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar.block import BlockAccumulator, blocks, require_block_memory
+from errbar.block import BlockAccumulator, blocks
 from errbar.data import Batch, to_batch
 from errbar.dense import DenseAccumulator
 from errbar.derivative import Derivative, Route, differentiate
@@ -428,8 +428,8 @@ def test_small_parts_of_a_batch_give_what_the_whole_gives(monkeypatch: pytest.Mo
     run = Run.of("kron", seeded(make), x, **select)
     total, (_, derivative) = run.total(x), run.linearised(x)
     covariance = total.condition(run.prior(), 1e-12).gaussian(draw(5, 3), derivative).covariance
-    monkeypatch.setattr("errbar.layerwise._PART_BYTES", {"cpu": 1})
-    monkeypatch.setattr("errbar.shared._JACOBIAN_BYTES", {"cpu": 1})
+    monkeypatch.setattr("errbar.layerwise.PART_BYTES", {"cpu": 1})
+    monkeypatch.setattr("errbar.shared.JACOBIAN_BYTES", {"cpu": 1})
     assert len(run._chunks(x)) == 5
     parts = run.total(x)
     close(parts.dense(), total.dense(), 1e-12)
@@ -653,8 +653,8 @@ def test_matrices_that_cannot_be_held_are_refused_before_they_are_made() -> None
     for read in (total.dense, lambda: factor.covariance, diagonal.dense):
         with pytest.raises(errbar.SizeError, match=r"120,300 × 120,300 matrix needs 107\.8 GiB"):
             read()
-    with pytest.raises(errbar.SizeError, match=r"within each of 1 layers, the largest with 120,300 parameters, needs"):
-        require_block_memory(run.task.selection, torch.device("cpu"))
+    with pytest.raises(errbar.SizeError, match=r"structure='block' of 120,300 parameters needs [\d.]+ GiB on cpu"):
+        errbar.fit(model, [x], last_layers=1, structure="block")
 
 
 # ------------------------------------------------------------------------------------------- through the front door

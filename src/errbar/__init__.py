@@ -22,12 +22,14 @@ from errbar.errors import (
     SelectionError,
     SingularCovarianceError,
     SizeError,
+    StructureNotice,
     WeightsChangedError,
 )
 from errbar.fusion import fuse, fuse_frames
 from errbar.information import Information, collect
 from errbar.logits import JointLogits, LogitGaussian
 from errbar.outliers import OutlierScores, outlier_scores, rank_outliers
+from errbar.planner import Option, Plan, plan
 from errbar.posterior import Posterior, condition, fit
 from errbar.prediction import Prediction
 from errbar.prior import Prior
@@ -49,13 +51,16 @@ __all__ = [
     "MismatchError",
     "MissingExtraError",
     "ModelError",
+    "Option",
     "OutlierScores",
+    "Plan",
     "Posterior",
     "Prediction",
     "Prior",
     "SelectionError",
     "SingularCovarianceError",
     "SizeError",
+    "StructureNotice",
     "WeightsChangedError",
     "__version__",
     "calibrate",
@@ -67,5 +72,6 @@ __all__ = [
     "fuse_frames",
     "metrics",
     "outlier_scores",
+    "plan",
     "rank_outliers",
 ]

@@ -58,17 +58,6 @@ def blocks(selection: Selection) -> tuple[Block, ...]:
     return tuple(Block(module, Part.of(selection, names)) for module, names in owners.items())
 
 
-def require_block_memory(selection: Selection, device: torch.device) -> None:
-    """Refuse blocks that cannot be held: information, factor and covariance of each, and one product."""
-    sizes = [len(block.part) for block in blocks(selection)]
-    require_memory(
-        8 * (3 * sum(size**2 for size in sizes) + max(sizes) ** 2),
-        device,
-        what=f"An exact covariance within each of {len(sizes)} layers, the largest with {max(sizes):,} parameters,",
-        instead="Use structure='kron' or 'diag', or select fewer parameters.",
-    )
-
-
 def _assembled(parts: Iterator[tuple[Block, Float[Tensor, "k k"]]], n: int, device: torch.device) -> Tensor:
     """The blocks as one matrix; refused where that cannot be held."""
     require_memory(8 * n * n, device, what=f"The full {n:,} × {n:,} matrix", instead="Use logits and predict.")

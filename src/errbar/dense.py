@@ -19,7 +19,6 @@ from errbar.capture import Factor, LinearLayer
 from errbar.derivative import Derivative
 from errbar.fisher import Fisher, fisher_matrix, fisher_root
 from errbar.logits import LogitGaussian
-from errbar.memory import require_memory
 
 # Two layers, and whether the block is of one term with itself, and so symmetric.
 BlockKey = tuple[LinearLayer, LinearLayer, bool]
@@ -27,16 +26,6 @@ BlockKey = tuple[LinearLayer, LinearLayer, bool]
 # Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
 STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
 STAGED_BYTES = 2**28
-
-
-def require_dense_memory(n: int, device: torch.device) -> None:
-    """Refuse an n × n posterior that cannot be held: information, factor, covariance and one product."""
-    require_memory(
-        4 * 8 * n * n,
-        device,
-        what=f"An exact covariance of {n:,} parameters",
-        instead="Select fewer parameters, for example last_layers=1.",
-    )
 
 
 @dataclass(frozen=True, eq=False)

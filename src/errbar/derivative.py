@@ -17,9 +17,9 @@ from errbar.layers import Selection
 from errbar.network import Network
 
 # Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
-_JACOBIAN_BYTES = 128 * 2**20
+JACOBIAN_BYTES = 128 * 2**20
 # Samples that are differentiated at a time where no Jacobian is formed.
-_FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
+FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +90,9 @@ class Route:
 
     def chunks(self, batch: Batch, device: torch.device, *, classes: int, n_parameters: int) -> Iterator[Batch]:
         """The batch in parts that keep what is made of them within a fixed number of bytes."""
-        size = max(1, _JACOBIAN_BYTES // (8 * classes * n_parameters))
+        size = max(1, JACOBIAN_BYTES // (8 * classes * n_parameters))
         if self.factored:
-            size = _FACTORED_ROWS.get(device.type, 1024)
+            size = FACTORED_ROWS.get(device.type, 1024)
         for start in range(0, len(batch), size):
             yield batch.rows(start, min(start + size, len(batch)))
 

@@ -59,3 +59,7 @@ class MissingExtraError(ErrbarError, ImportError):
 
 class CalibrationWarning(UserWarning):
     """The best temperature or covariance scale lies at the edge of what is searched."""
+
+
+class StructureNotice(UserWarning):
+    """`structure="auto"` took a structure that is not exact, because the exact one does not fit into memory."""

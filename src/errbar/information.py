@@ -22,7 +22,8 @@ from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
 from errbar.modes import plain_execution
 from errbar.network import Network, require_finite_logits
-from errbar.structures import DEFAULT_RANK, STRUCTURES, Structure, Sum, Way, way
+from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, Way, structure_that_fits, way
+from errbar.workload import Structure
 
 Precision = Literal["float64"]
 
@@ -204,7 +205,8 @@ def collect(
             frozen network); give either this or `last_layers`.
         fisher: "ggn", or "eta" for the paper's diagonal form.
         structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
-            for whole networks. See `errbar.structures`.
+            for whole networks. "auto" takes the first of dense, block, kron, lowrank, diag that fits into memory, with
+            a `StructureNotice` if that is not exact. See `errbar.structures`, and `errbar.plan` for what each costs.
         rank: of the sketch; for `structure="lowrank"` alone.
         precision: "float64" for products in float64 although the model is not.
         unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms.
@@ -212,8 +214,8 @@ def collect(
     """
     require_one_question(last_layers, parameters)
     kind = require_fisher(fisher)
-    _require_option("structure", structure, STRUCTURES)
-    _require_option("precision", precision, (None, "float64"))
+    require_option("structure", structure, (*STRUCTURES, "auto"))
+    require_option("precision", precision, (None, "float64"))
     network = Network(model)
     stream = track(batches(data, unpack), "Collecting", total=count_batches(data), enabled=progress)
     first = next(stream, None)
@@ -223,6 +225,9 @@ def collect(
         prepared = network.prepare(first, Checks(network.device))
         order, logits = network.execution_order(prepared)
         selection = select(network, order, last_layers=last_layers, parameters=parameters)
+        dtype = product_dtype(network, precision)  # type: ignore[arg-type]
+        if structure == "auto":
+            structure = structure_that_fits(network, selection, prepared, fisher=kind, dtype=dtype, rank=rank)
         chosen = way(
             structure,  # type: ignore[arg-type]
             network,
@@ -230,7 +235,7 @@ def collect(
             prepared,
             fisher=kind,
             n_classes=logits.shape[1],
-            dtype=product_dtype(network, precision),  # type: ignore[arg-type]
+            dtype=dtype,
             rank=rank,
         )
     task = Task(network, selection, structure, chosen, kind, logits.shape[1], precision)  # type: ignore[arg-type]
@@ -281,7 +286,7 @@ def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
     yield from rest
 
 
-def _require_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def require_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         listed = " or ".join(repr(option) for option in allowed)
         raise ArgumentError(f"{name} is {value!r}; expected {listed}.")

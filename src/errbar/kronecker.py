@@ -27,19 +27,8 @@ from errbar.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set
 from errbar.errors import ArgumentError, MismatchError
 from errbar.fisher import Fisher, fisher_diagonal
 from errbar.layerwise import LayerwiseRoute
-from errbar.memory import require_memory
 from errbar.network import Network
 from errbar.shared import Part, SharedLayer, gathered
-
-
-def require_kronecker_memory(route: LayerwiseRoute, device: torch.device) -> None:
-    """Refuse factors that cannot be held: the sums, their eigenvectors, and the workspace that finds these."""
-    require_memory(
-        4 * 8 * sum(layer.width**2 + layer.outputs**2 for layer in route.layers),
-        device,
-        what=f"Kronecker factors of {len(route.layers)} layers",
-        instead="Use structure='diag', or select fewer parameters.",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +177,6 @@ class KroneckerAccumulator:
     def __init__(
         self, network: Network, route: LayerwiseRoute, fisher: Fisher, dtype: torch.dtype, device: torch.device
     ) -> None:
-        require_kronecker_memory(route, device)
         self.network = network
         self.route = route
         self.fisher = fisher

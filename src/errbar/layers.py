@@ -92,7 +92,7 @@ def require_one_question(last_layers: object, parameters: object) -> None:
         raise SelectionError("parameters is empty; expected at least one module or parameter name, or 'all'.")
 
 
-def _layers(module: nn.Module, order: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def layers_that_ran(module: nn.Module, order: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules with parameters that ran, in order, none of which contains another that ran.
 
     A parametrised module (weight norm) counts as one layer with its parametrisations; a module whose children never
@@ -114,7 +114,7 @@ def _inside_parametrisation(name: str) -> bool:
 
 
 def _last(module: nn.Module, order: Sequence[str], count: int) -> set[str]:
-    layers = _layers(module, order)
+    layers = layers_that_ran(module, order)
     if count > len(layers):
         raise SelectionError(
             f"last_layers is {count}, but only {len(layers)} layers with parameters ran: "

@@ -22,7 +22,7 @@ from errbar.network import Network
 from errbar.shared import Part, SharedFactor, SharedLayer, gathered, scatter_, shared_layers
 
 # What is made of a part of a batch stays within so many bytes.
-_PART_BYTES = {"cpu": 2**27, "cuda": 2**30}
+PART_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class LayerwiseRoute:
 
 
 def _bytes(device: torch.device) -> int:
-    return _PART_BYTES.get(device.type, 2**27)
+    return PART_BYTES.get(device.type, 2**27)
 
 
 def _taken_apart(network: Network, selection: Selection, batch: Batch) -> tuple[Trace, tuple[SharedLayer, ...]]:

@@ -44,24 +44,14 @@ from errbar.network import Network
 from errbar.sketch import FrequentDirections, column_blocks, compress, orthogonalised, squared_sums, without_rounding
 
 # So many rows, and so many bytes of them, are made at a time; the first is for what the network holds beside them.
-_ROWS = {"cpu": 512, "cuda": 4096}
-_ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
+ROWS = {"cpu": 512, "cuda": 4096}
+ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
 # J of one input is held up to so many bytes: enough for ten classes and 25 million parameters.
-_JACOBIAN_BYTES = 2**30
+JACOBIAN_BYTES = 2**30
 
 
 def _limit(limits: dict[str, int], device: torch.device) -> int:
     return limits.get(device.type, limits["cpu"])
-
-
-def require_low_rank_memory(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a sketch that cannot be held: 2k rows while it is made, k rows and k directions afterwards."""
-    require_memory(
-        2 * rank * n * dtype.itemsize + 4 * 8 * n + 2 * _limit(_ROW_BYTES, device),
-        device,
-        what=f"A sketch of rank {rank} of the information about {n:,} parameters",
-        instead="Use a smaller rank, or select fewer parameters.",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +137,6 @@ class LowRankAccumulator:
             raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
         n = selection.n_parameters
         number = min(number, n)
-        require_low_rank_memory(n, number, dtype, device)
         self.network, self.selection, self.fisher = network, selection, fisher
         self.sketch = FrequentDirections(n, number, dtype, device)
         self.is_finite = True
@@ -162,7 +151,7 @@ class LowRankAccumulator:
         vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
         device = logits.device
-        at_once = min(_limit(_ROWS, device), max(1, _limit(_ROW_BYTES, device) // (n * logits.element_size())))
+        at_once = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))
         samples, step = max(1, at_once // columns), min(at_once, columns)
         for start in range(0, size, samples):
             part = batch.rows(start, min(start + samples, size))
@@ -233,12 +222,12 @@ class LowRankFactor:
         size, classes = logits.shape
         each = classes * selection.n_parameters * logits.element_size()
         device = logits.device
-        step = max(1, min(_limit(_ROWS, device) // classes, _limit(_ROW_BYTES, device) // each))
+        step = max(1, min(_limit(ROWS, device) // classes, _limit(ROW_BYTES, device) // each))
         identity = torch.eye(classes, dtype=logits.dtype, device=logits.device)
         found = []
         for start in range(0, size, step):
             part = batch.rows(start, min(start + step, size))
-            if each > _JACOBIAN_BYTES:
+            if each > JACOBIAN_BYTES:
                 found.append(self._class_by_class(network, selection, part)[None])
             else:
                 vectors = identity.expand(len(part), classes, classes)

@@ -9,7 +9,7 @@ import torch
 
 from errbar.errors import SizeError
 
-# What the rest of the process needs while the large arrays are alive.
+# The rest is for what else the process does while the large arrays are alive.
 _SAFETY = 0.9
 
 
@@ -20,6 +20,11 @@ def available_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0] + cached)
     limits = [_system_bytes(), *_container_bytes()]
     return min(limits)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Bytes that one fit may take: most of what is available."""
+    return int(_SAFETY * available_bytes(device))
 
 
 def _system_bytes() -> int:
@@ -58,7 +63,7 @@ def readable(size: float) -> str:
 def require_memory(needed: int, device: torch.device, *, what: str, instead: str) -> None:
     """Raise `SizeError` when `needed` bytes are not there; nothing is allocated either way."""
     available = available_bytes(device)
-    if needed > _SAFETY * available:
+    if needed > usable_bytes(device):
         raise SizeError(
             f"{what} needs {readable(needed)} on {device}, and {readable(available)} are available. {instead}"
         )

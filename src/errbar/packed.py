@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # Bytes of one tile of rows: they should stay in the cache until they are multiplied; a GPU wants few large launches.
-_TILE_BYTES = {"cpu": 2**22, "cuda": 2**29}
+TILE_BYTES = {"cpu": 2**22, "cuda": 2**29}
 # Float32 numbers of a vector register, and the number of columns below which it matters.
 _VECTOR = 16
 _NARROW = 256
@@ -61,7 +61,7 @@ def product_rows(
     p, samples = left.shape
     q = other.shape[0]
     total = p * (p + 1) // 2 if symmetric else p * q
-    limit = max(q, _TILE_BYTES.get(left.device.type, 2**20) // (samples * left.element_size()))
+    limit = max(q, TILE_BYTES.get(left.device.type, 2**20) // (samples * left.element_size()))
     if samples <= _FEW_SAMPLES or left.device.type != "cpu":
         first, second = triangle(p, left.device) if symmetric else _all_pairs(p, q, left.device)
         for start in range(0, total, limit):

@@ -25,15 +25,6 @@ from errbar.memory import require_memory
 STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
 
 
-def require_per_class_memory(layer: LinearLayer, device: torch.device) -> None:
-    require_memory(
-        4 * 8 * layer.outputs * layer.width**2,
-        device,
-        what=f"An exact covariance of {layer.width:,} parameters for each of {layer.outputs:,} classes",
-        instead="A last layer with fewer inputs is needed.",
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class PerClassSum:
     """Σ_n η_mn h_a h_b for each class m, packed over a ≤ b, in float64; additive."""

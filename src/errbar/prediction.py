@@ -24,7 +24,7 @@ from errbar.modes import plain_execution
 
 # Samples of one block: they should stay in the cache between the passes that make a softmax of them; a GPU wants few
 # large launches instead.
-_BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
+BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 
 
 # Numbers in a block of draws that is kept for the next prediction.
@@ -297,7 +297,7 @@ def _over_blocks(sampler: Sampler, statistic: Callable[[Float[Tensor, "b M K"]],
 
 def _blocks(sampler: Sampler) -> Iterator[tuple[int, int]]:
     row_bytes = sampler.classes * sampler.samples * sampler.like.element_size()
-    size = max(1, _BLOCK_BYTES.get(sampler.like.device.type, 2**21) // row_bytes)
+    size = max(1, BLOCK_BYTES.get(sampler.like.device.type, 2**21) // row_bytes)
     for start in range(0, sampler.rows, size):
         yield start, min(start + size, sampler.rows)
 

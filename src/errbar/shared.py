@@ -22,7 +22,7 @@ from errbar.layers import Selection
 from errbar.network import Network
 
 # Jacobians of one layer of so many bytes are made at a time.
-_JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
+JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class SharedFactor:
         assert self.outer is not None
         size, classes, d, _ = self.outer.shape
         p = self.inner.shape[2]
-        limit = _JACOBIAN_BYTES.get(self.inner.device.type, 2**25)
+        limit = JACOBIAN_BYTES.get(self.inner.device.type, 2**25)
         rows = max(1, limit // (classes * d * p * self.inner.element_size()))
         for start in range(0, size, rows):
             part = slice(start, min(start + rows, size))

@@ -13,32 +13,36 @@ A last layer alone with the `eta` Fisher is exact with one matrix a class (`errb
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar.block import BlockAccumulator, BlockFactor, BlockSum, require_block_memory
+from errbar.block import BlockAccumulator, BlockFactor, BlockSum
 from errbar.checks import Checks
+from errbar.choice import PREFERENCE, Request
 from errbar.data import Batch
-from errbar.dense import DenseAccumulator, DenseFactor, DenseSum, require_dense_memory, weighted_rows
+from errbar.dense import DenseAccumulator, DenseFactor, DenseSum, weighted_rows
 from errbar.derivative import Derivative, Route, differentiate
 from errbar.diagonal import DiagonalAccumulator, DiagonalFactor, DiagonalSum
 from errbar.eigenbasis import KroneckerFactor
+from errbar.errors import StructureNotice
 from errbar.fisher import Fisher
-from errbar.kronecker import KroneckerAccumulator, KroneckerSum, require_kronecker_memory
+from errbar.kronecker import KroneckerAccumulator, KroneckerSum
 from errbar.layers import Selection
 from errbar.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar.logits import LogitGaussian
-from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back, require_low_rank_memory
+from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back
+from errbar.memory import available_bytes, readable
 from errbar.network import Network, require_finite_logits
-from errbar.per_class import PerClassAccumulator, PerClassFactor, PerClassSum, require_per_class_memory
+from errbar.per_class import PerClassAccumulator, PerClassFactor, PerClassSum
+from errbar.workload import Structure
 
-Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
-STRUCTURES: tuple[Structure, ...] = ("dense", "block", "kron", "lowrank", "diag")
+STRUCTURES = PREFERENCE
 DEFAULT_RANK = 100
 
 Sum = DenseSum | PerClassSum | BlockSum | KroneckerSum | LowRankSum | DiagonalSum
@@ -77,6 +81,7 @@ class ByDerivative:
     fisher: Fisher
     n_classes: int
     dtype: torch.dtype
+    request: Request
 
     @property
     def is_per_class(self) -> bool:
@@ -88,19 +93,17 @@ class ByDerivative:
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
         """An empty sum; refused with the bytes that it would need where those are not there."""
+        self.request.require(self.structure, self.network.device)
         return _Differentiating(self, self._sums(), keep)
 
     def _sums(self) -> DenseAccumulator | PerClassAccumulator | BlockAccumulator | DiagonalAccumulator:
         device, n = self.network.device, self.selection.n_parameters
         if self.is_per_class:
-            require_per_class_memory(self.route.layers[0], device)
             return PerClassAccumulator(self.route.layers[0], self.dtype, device)
         if self.structure == "block":
-            require_block_memory(self.selection, device)
             return BlockAccumulator(self.selection, self.fisher, self.dtype, device)
         if self.structure == "diag":
             return DiagonalAccumulator(n, self.fisher, self.dtype, device)
-        require_dense_memory(n, device)
         return DenseAccumulator(n, self.fisher, self.dtype, device)
 
     def derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
@@ -144,12 +147,13 @@ class ByLayer:
     route: LayerwiseRoute
     fisher: Fisher
     dtype: torch.dtype
+    request: Request
 
     def on(self, network: Network) -> ByLayer:
         return replace(self, network=network)
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
-        require_kronecker_memory(self.route, self.network.device)
+        self.request.require("kron", self.network.device)
         return KroneckerAccumulator(self.network, self.route, self.fisher, self.dtype, self.network.device)
 
     def _derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
@@ -175,13 +179,14 @@ class ByRows:
     fisher: Fisher
     dtype: torch.dtype
     rank: int
+    request: Request
 
     def on(self, network: Network) -> ByRows:
         return replace(self, network=network)
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
         device = self.network.device
-        require_low_rank_memory(self.selection.n_parameters, self.rank, self.dtype, device)
+        self.request.require("lowrank", device)
         return LowRankAccumulator(self.network, self.selection, self.fisher, self.dtype, device, self.rank)
 
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
@@ -208,12 +213,31 @@ def way(
     rank: int,
 ) -> Way:
     """How to go about a structure, by what the layers are and by what the first (prepared) batch shows."""
+    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank)
     if structure == "kron":
-        return ByLayer(network, LayerwiseRoute.plan(network, selection, batch), fisher, dtype)
+        return ByLayer(network, LayerwiseRoute.plan(network, selection, batch), fisher, dtype, request)
     if structure == "lowrank":
-        return ByRows(network, selection, fisher, dtype, rank)
+        return ByRows(network, selection, fisher, dtype, rank, request)
     route = Route.plan(network, selection, batch)
-    return ByDerivative(structure, network, selection, route, fisher, n_classes, dtype)
+    return ByDerivative(structure, network, selection, route, fisher, n_classes, dtype, request)
+
+
+def structure_that_fits(
+    network: Network, selection: Selection, batch: Batch, *, fisher: Fisher, dtype: torch.dtype, rank: int
+) -> Structure:
+    """What `structure="auto"` takes: the first of `STRUCTURES` that fits into memory; said aloud if it is not exact."""
+    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank)
+    chosen, found = request.best(network.device)
+    if not found.exact:
+        exact = request.cost("dense").peak_bytes
+        warnings.warn(
+            f"structure='auto' took '{chosen}', which is not exact: the exact covariance of {selection.n_parameters:,} "
+            f"parameters would take {readable(exact)}, and {readable(available_bytes(network.device))} are available. "
+            "Select fewer layers for the exact one, or name the structure to silence this.",
+            StructureNotice,
+            stacklevel=3,
+        )
+    return chosen
 
 
 def checked(gaussians: Iterator[LogitGaussian], checks: Checks) -> Iterator[LogitGaussian]:

@@ -1,0 +1,166 @@
+"""One pass of a few samples through the network, noting what its layers are and how large, and how long they take.
+
+From a `Survey` the `Workload` of any selection of parameters follows without running the network again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from errbar.capture import own_parameters
+from errbar.data import Batch
+from errbar.fisher import Fisher
+from errbar.layers import Selection, layers_that_ran, owner, select
+from errbar.network import Network, as_logits, replicate, run
+from errbar.shared import SharedLayer, shared_layers
+from errbar.workload import Term, Workload
+
+
+@dataclass(frozen=True)
+class Event:
+    """A module without children ran: its numbers of input and output for one sample, and when it had finished."""
+
+    module: str
+    inputs: int
+    outputs: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What one pass showed: modules in the order in which they last finished, and what ran.
+
+    `layers` are the linear layers and convolutions whose parameters are theirs alone, with positions counted in the
+    whole flat vector; `uses` how often each was used for one sample, and `calls` how often it was called.
+    """
+
+    network: Network
+    classes: int
+    order: tuple[str, ...]
+    events: tuple[Event, ...]
+    layers: tuple[SharedLayer, ...]
+    uses: dict[str, int]
+    calls: dict[str, int]
+    returning: frozenset[str]
+    seconds: float
+
+    @cached_property
+    def n_layers(self) -> int:
+        """How many layers with parameters ran: the largest `last_layers`."""
+        return len(layers_that_ran(self.network.module, self.order))
+
+    def last(self, count: int) -> Selection:
+        return select(self.network, self.order, last_layers=count, parameters=None)
+
+    def everything(self) -> Selection:
+        return select(self.network, self.order, last_layers=None, parameters="all")
+
+    def tail(self, selection: Selection) -> Iterator[Event]:
+        """What ran from the first selected module on: that is what is differentiated."""
+        selected = {owner(name) for name in selection.names}
+        started = False
+        for event in self.events:
+            started = started or event.module in selected or any(event.module.startswith(f"{s}.") for s in selected)
+            if started:
+                yield event
+
+    def tail_share(self, selection: Selection) -> float:
+        """The share of the time of a pass that the tail takes."""
+        tail = list(self.tail(selection))
+        if not tail or len(tail) == len(self.events):
+            return 1.0
+        return 1 - self.events[len(self.events) - len(tail) - 1].seconds / max(self.seconds, 1e-9)
+
+    def workload(
+        self, selection: Selection, *, batch: int, fisher: Fisher, dtype: torch.dtype, rank: int, draws: int = 1000
+    ) -> Workload:
+        """The sizes of a fit of the selected parameters to batches of so many samples."""
+        itemsize = (self.network.input_dtype or self.network.dtype).itemsize
+        modules: dict[str, int] = {}
+        for name, size in zip(selection.names, selection.sizes, strict=True):
+            modules[owner(name)] = modules.get(owner(name), 0) + size
+        return Workload(
+            modules=tuple(modules.items()),
+            tensors=selection.sizes,
+            terms=tuple(self._terms(set(selection.names))),
+            classes=self.classes,
+            batch=batch,
+            fisher=fisher,
+            itemsize=dtype.itemsize,
+            network_itemsize=itemsize,
+            tail_bytes=itemsize * sum(event.outputs for event in self.tail(selection)),
+            device=self.network.device.type,
+            rank=rank,
+            draws=draws,
+        )
+
+    def _terms(self, selected: set[str]) -> Iterator[Term]:
+        for layer in self.layers:
+            prefix = f"{layer.name}." if layer.name else ""
+            own = replace(
+                layer,
+                weight_start=layer.weight_start if f"{prefix}weight" in selected else None,
+                bias_start=layer.bias_start if f"{prefix}bias" in selected else None,
+            )
+            if own.width and self.uses.get(layer.name):
+                plain = layer.patches is None and self.calls[layer.name] == 1
+                returns = layer.name in self.returning
+                yield Term(layer.name, layer.outputs, own.width, self.uses[layer.name], plain, returns)
+
+
+def survey(network: Network, batch: Batch, *, samples: int = 2) -> Survey:
+    """Run the first samples of a prepared batch through the network once."""
+    few = batch.rows(0, min(samples, len(batch)))
+    size = len(few)
+    replica = replicate(network.module).eval()
+    modules = dict(replica.named_modules())
+    order: dict[str, None] = {}
+    events: list[Event] = []
+    returned: dict[str, Tensor] = {}
+    calls: dict[str, int] = {}
+    leaves = {name for name, part in modules.items() if not any(part.children())}
+    leaves |= {name for name, _, _ in own_parameters(network, _every(network))}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            order.pop(name, None)
+            order[name] = None
+            if name in leaves:
+                calls[name] = calls.get(name, 0) + 1
+                seconds = time.perf_counter() - start
+                events.append(Event(name, _numbers(args) // size, _numbers((output,)) // size, seconds))
+                if isinstance(output, Tensor):
+                    returned[name] = output
+
+        return hook
+
+    for name, part in modules.items():
+        part.register_forward_hook(note(name))
+    start = time.perf_counter()
+    result = run(replica, few)
+    seconds = time.perf_counter() - start
+    logits = as_logits(result, size)
+    layers = tuple(shared_layers(network, _every(network)))
+    outputs = {layer.name: layer.outputs for layer in layers}
+    uses: dict[str, int] = {}
+    for event in events:
+        if event.module in outputs:
+            uses[event.module] = uses.get(event.module, 0) + max(1, event.outputs // outputs[event.module])
+    returning = frozenset(name for name, output in returned.items() if output is logits and calls[name] == 1)
+    return Survey(network, logits.shape[1], tuple(order), tuple(events), layers, uses, calls, returning, seconds)
+
+
+def _every(network: Network) -> Selection:
+    named = list(network.module.named_parameters())
+    return Selection(tuple(name for name, _ in named), tuple(tuple(value.shape) for _, value in named))
+
+
+def _numbers(values: tuple[Any, ...]) -> int:
+    return sum(value.numel() for value in values if isinstance(value, Tensor))
