@@ -214,8 +214,8 @@ def _kronecker(work: Workload) -> Cost:
         predicting += 2 * 8 * classes**2 + work.draws * classes * w + drawing_bytes(work, full=False)
     else:
         made = samples * (2 * inner * s + classes * outer * w)
-        pieces = 3 * by_device(shared.JACOBIAN_BYTES, work.device)
-        pieces = min(pieces, 3 * samples * classes * s * max(t.size for t in work.terms)) if work.terms else 0
+        widest = max((t.size for t in work.terms if t.uses > 1), default=0)
+        pieces = 3 * min(by_device(shared.JACOBIAN_BYTES, work.device), samples * classes * s * widest)
         kept = int(samples * by_device(_KEPT_SHARE, work.device) * work.tail_bytes)
         backward = backward_bytes(work, samples, classes) if work.rest else 0
         predicting += int(kept + made + max(pieces, backward)) + drawing_bytes(work, full=True)

@@ -244,7 +244,7 @@ def _least_seconds(run: Callable[[], Any], device: torch.device) -> float:
         run()
         end = finished()
         least = min(least, end - start)
-        if count >= 1 and end - begin > _PROBE_SECONDS:
+        if count and end - begin > _PROBE_SECONDS:
             break
     return least
 
@@ -256,17 +256,7 @@ def _table(plan: Plan) -> str:
     """At most about twenty rows: of deep networks the last 1, 2, 3, 5, 8, … layers, and all."""
     counts = list(dict.fromkeys(option.last_layers for option in plan.options))
     shown = _thinned(counts, _ROWS_SHOWN // len(PREFERENCE))
-    headers = (
-        "layers",
-        "structure",
-        "parameters",
-        "posterior",
-        "fit",
-        "predict",
-        "fit/sample",
-        "once",
-        "predict/input",
-    )
+    headers = ("layers", "structure", "parameters", "posterior", "fit", "predict", "a sample", "once", "an input")
     rows: list[tuple[str, ...]] = [headers]
     notes = [""]
     best = plan.best
@@ -277,7 +267,7 @@ def _table(plan: Plan) -> str:
                     "all" if option.last_layers is None else str(option.last_layers),
                     option.structure + ("" if option.exact else " ~"),
                     f"{option.n_parameters:,}",
-                    *(readable(size) for size in (option.posterior_bytes, option.fit_bytes, option.predict_bytes)),
+                    *(_size(size) for size in (option.posterior_bytes, option.fit_bytes, option.predict_bytes)),
                     _duration(option.fit_seconds_per_sample),
                     _duration(option.seconds_once),
                     _duration(option.predict_seconds_per_input),
@@ -293,7 +283,9 @@ def _table(plan: Plan) -> str:
         )
         for row in rows
     ]
-    first = f"{readable(plan.memory)} on {plan.device}, batches of {plan.batch:,}; bytes are peaks of this fit alone"
+    first = (
+        f"{readable(plan.memory)} on {plan.device}, batches of {plan.batch:,}; bytes held, and at the peaks; seconds"
+    )
     last = "~ not exact; no: does not fit; auto: what structure='auto' takes for all parameters"
     return "\n".join([first, *(f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True)), last])
 
@@ -310,8 +302,26 @@ def _thinned(counts: list[int | None], most: int) -> list[int | None]:
     return [*chosen, counts[-1]]
 
 
+def _size(size: float) -> str:
+    """Bytes in few characters.
+
+    >>> _size(158_420_000), _size(1_164_000_000_000)
+    ('151 MiB', '1.06 TiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.3g} TiB"
+
+
 def _duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+    """Seconds in few characters.
+
+    >>> _duration(270_000), _duration(0.00785)
+    ('75 h', '7.85 ms')
+    """
+    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}"
+            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {unit}"
     return f"{seconds / 1e-9:.0f} ns"

@@ -8,7 +8,8 @@
 | lowrank | up to a stated bound | all parameters, in k directions | k n |
 | diag | no | nothing | n |
 
-A last layer alone with the `eta` Fisher is exact with one matrix a class (`errbar.per_class`), and `dense` takes that.
+What each takes in bytes is in `errbar.costs`. A last layer alone with the `eta` Fisher is exact with one matrix a class
+(`errbar.per_class`), and `dense` takes that.
 """
 
 from __future__ import annotations

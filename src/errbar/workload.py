@@ -18,7 +18,7 @@ Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
 
 # Bytes that a backward pass takes for each sample and seed, as a share of the bytes of all outputs of modules on its
 # way: measured on ResNet-20, on a CPU with what stays in the heap.
-_BACKWARD_SHARE = {"cpu": 0.8, "cuda": 0.35}
+_BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
 # Freed pieces above this go back to the system (glibc's largest mmap threshold); smaller ones stay in the heap.
 _RETURNED_BYTES = 2**25
 
