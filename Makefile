@@ -56,6 +56,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python -W ignore bench/structures.py
 	$(BENCH)/bin/python bench/scaling.py
 	$(BENCH)/bin/python bench/monte_carlo.py
+	$(BENCH)/bin/python -W ignore bench/memory.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 
 # The tables of docs/results.md, from the files that `errbar reproduce` wrote.
