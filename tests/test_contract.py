@@ -19,12 +19,14 @@ SOURCE = Path(errbar.__file__).parent
 
 PUBLIC = {
     # values
+    "Alarm",
     "Information",
     "JointLogits",
     "LogitGaussian",
     "Option",
     "OutlierScores",
     "Plan",
+    "Monitor",
     "Posterior",
     "Prediction",
     "Prior",
@@ -82,6 +84,10 @@ ORDER = [
     "shared",
     "layerwise",
     "prediction",
+    "waiting",
+    "agreement",
+    "evidence",
+    "monitor",
     "logits",
     "factored",
     "dense",

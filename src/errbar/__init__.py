@@ -25,9 +25,11 @@ from errbar.errors import (
     StructureNotice,
     WeightsChangedError,
 )
+from errbar.evidence import Alarm
 from errbar.fusion import fuse, fuse_frames
 from errbar.information import Information, collect
 from errbar.logits import JointLogits, LogitGaussian
+from errbar.monitor import Monitor
 from errbar.outliers import OutlierScores, outlier_scores, rank_outliers
 from errbar.planner import Option, Plan, plan
 from errbar.posterior import Posterior, condition, fit
@@ -38,6 +40,7 @@ from errbar.prior_choice import choose_prior
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alarm",
     "ArgumentError",
     "CalibrationWarning",
     "CovarianceError",
@@ -52,6 +55,7 @@ __all__ = [
     "MissingExtraError",
     "ModelError",
     "Option",
+    "Monitor",
     "OutlierScores",
     "Plan",
     "Posterior",
