@@ -48,8 +48,8 @@ class Evidence:
     this capital is never below 1/(s+1), so a change at step s costs 2 ln s nats and no more. (A Shiryaev–Roberts
     sum with weights.)
 
-    `start[k]` is the step at which the best of the bets k was begun: an estimate of when the change came. Steps are
-    told by the caller's `mark`.
+    `best[k]` is the most that bet k made of 1 from any one step on, and `start[k]` that step (Page's CUSUM): the most
+    likely beginning of the change, in the caller's `mark`s.
     """
 
     wealth: list[float]
@@ -66,8 +66,8 @@ class Evidence:
         stake = 1.0 / (self.steps * (self.steps + 1) * len(self.wealth))
         for k, factor in enumerate(factors):
             self.wealth[k] = (self.wealth[k] + stake) * factor
-            if stake > self.best[k]:
-                self.best[k], self.start[k] = stake, mark
+            if self.best[k] <= 1:
+                self.best[k], self.start[k] = 1.0, mark
             self.best[k] *= factor
 
     @property
@@ -76,8 +76,8 @@ class Evidence:
 
     @property
     def winner(self) -> int:
-        """Which bet won most from one start."""
-        return max(range(len(self.best)), key=self.best.__getitem__)
+        """Which bet owns most."""
+        return max(range(len(self.wealth)), key=self.wealth.__getitem__)
 
     def state(self) -> dict[str, Any]:
         return {"wealth": [*self.wealth], "best": [*self.best], "start": [*self.start], "steps": self.steps}
