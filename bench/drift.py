@@ -2,8 +2,8 @@
 
     python bench/drift.py [--data DIR with MNIST]
 
-The network is trained and calibrated on other digits. In each run the rest is shuffled: a reference, a clean stretch, then
-the change. Labels come 50 inputs late.
+The network is trained and calibrated on other digits. In each run the rest is shuffled: a reference, a clean stretch,
+then the change. Labels come 50 inputs late.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ SCORE_CELLS = 2 * _OCTAVES * _CELLS_AN_OCTAVE + 1
 
 # The learned densities of p-values: equal cells, and how many of the last p-values count.
 _DENSITY_CELLS = 10
-_MEMORIES = (100, 1000)
+_MEMORIES = (30, 300)
 RANK_SIDES = ("higher",) * 3 + ("lower",) * 3 + ("different",) * len(_MEMORIES)
 
 _GAP_STAKES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
