@@ -58,6 +58,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/monte_carlo.py
 	$(BENCH)/bin/python -W ignore bench/memory.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
+	$(if $(DATA),$(BENCH)/bin/python bench/drift.py --data $(DATA))
 
 # The tables of docs/results.md, from the files that `errbar reproduce` wrote.
 results: setup

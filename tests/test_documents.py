@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +51,14 @@ def test_links_between_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_example_of_the_drift_page_raises_its_alarms_after_the_drift(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "drift.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        exec(compile(example, "drift.md", "exec"), names)
+    assert "mutual_information: " in capsys.readouterr().out
+    assert min(alarm.at for alarm in names["monitor"].alarms) > 700
+    assert names["again"].alarms == ()

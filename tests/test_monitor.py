@@ -69,6 +69,18 @@ def test_p_values_are_ranks_among_all_scores_so_far() -> None:
         assert test.place(int(score), u) == pytest.approx(expected, abs=1e-15)
 
 
+@given(st.floats(0, 1e9), st.floats(0, 1e9))
+@settings(deadline=None)
+def test_cells_keep_the_order_of_scores_to_five_per_cent(first: float, second: float) -> None:
+    low, high = sorted((first, second))
+    cells = score_cells(np.array([low, high]))
+    assert 0 <= cells[0] <= cells[1] < SCORE_CELLS
+    if 1e-6 < low < 1e6 and high > 1.05 * low:
+        assert cells[0] < cells[1]
+    if high < 0.9e-6:
+        assert cells[0] == cells[1] == 0
+
+
 @pytest.mark.parametrize("levels", [3, 1000])
 def test_p_values_of_an_exchangeable_stream_are_independent_and_uniform(levels: int) -> None:
     """With a reference of five and many ties, where ranks within the reference alone would be far from it."""

@@ -45,8 +45,8 @@ class Evidence:
         W_k ← (W_k + 1/(K s(s+1))) · factor_k,     capital = 1/(s+1) + Σ_k W_k,
     which is a martingale if the factors have expectation 1: Ville's inequality holds. A bet that was begun at the
     start of the stream and lost for a million steps would have to win all that back before it noticed a change;
-    this capital is never below 1/(s+1), so a change at step s costs 2 ln s nats and no more. (A Shiryaev–Roberts
-    sum with weights.)
+    this capital is never below 1/(s+1), and a change at step s costs no more than about 2 ln s + ln K nats. (A
+    Shiryaev–Roberts sum with weights.)
 
     `best[k]` is the most that bet k made of 1 from any one step on, and `start[k]` that step (Page's CUSUM): the most
     likely beginning of the change, in the caller's `mark`s.
