@@ -54,6 +54,7 @@ PUBLIC = {
     "MismatchError",
     "MissingExtraError",
     "ModelError",
+    "RankError",
     "SelectionError",
     "SingularCovarianceError",
     "SizeError",
@@ -65,6 +66,7 @@ PUBLIC = {
 # A module imports only from those above it. A new module has to be given its place here.
 ORDER = [
     "errors",
+    "ranks",
     "_progress",
     "checks",
     "modes",
@@ -74,6 +76,7 @@ ORDER = [
     "bands",
     "fisher",
     "data",
+    "shards",
     "metrics",
     "network",
     "layers",
@@ -103,6 +106,7 @@ ORDER = [
     "survey",
     "choice",
     "structures",
+    "reduction",
     "information",
     "planner",
     "posterior",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar._progress import track
-from errbar.data import Unpack, batches, checked_labels, count_batches
+from errbar.data import Batch, Unpack, checked_labels
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
 from errbar.factored import FactoredLogitGaussian
 from errbar.modes import plain_execution
 from errbar.posterior import Posterior, require_posterior
 from errbar.prediction import require_samples, softmax_over_classes_, standard_normal
+from errbar.ranks import Team, team_of
+from errbar.shards import opened
 
 TEMPERATURE_BOUNDS = (1e-2, 1e2)
 COVARIANCE_SCALE_BOUNDS = (1e-4, 1e4)
@@ -53,6 +54,7 @@ def calibrate(
     samples: int = 1000,
     seed: int = 0,
     unpack: Unpack | None = None,
+    group: Any = None,
     progress: bool = False,
 ) -> Posterior:
     """A posterior with T and T_c, or the one of them named in `fit`, replaced by the best on held-out data.
@@ -73,22 +75,37 @@ def calibrate(
         samples: Monte Carlo draws for the PMF.
         seed: of those draws.
         unpack: as in `collect`.
+        group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.
         progress: show progress with the time left.
     """
+    team = team_of(group)
+    names = team.together(lambda: _require_question(posterior, objective, fit))
+    posterior.require_ready(team)
+    start = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
+    team.require_same(start | {"objective": objective, "fit": names, "samples": samples, "seed": seed})
+    held_out = _held_out(posterior, data, unpack, progress, team)
+
+    def search() -> tuple[dict[str, float], dict[str, float]] | None:
+        if not team.leads:
+            return None
+        with plain_execution(held_out.mean.device):
+            return _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
+
+    best, at_bound = team.broadcast(team.together(search))
+    for name, bound in at_bound.items():
+        _warn_at_bound(name, bound)
+    return posterior.with_calibration(**best)
+
+
+def _require_question(posterior: object, objective: object, fit: object) -> tuple[str, ...]:
+    """What to fit, in the order of `_NAMES`."""
     require_posterior(posterior)
     names = (fit,) if isinstance(fit, str) else tuple(fit) if isinstance(fit, Sequence) else ()
     if not names or any(name not in _NAMES for name in names):
         raise ArgumentError(f"fit is {fit!r}; expected 'temperature', 'covariance_scale' or both.")
-    names = tuple(name for name in _NAMES if name in names)
     if not isinstance(objective, str) or objective not in _OBJECTIVES:
         raise ArgumentError(f"objective is {objective!r}; expected {', '.join(map(repr, _OBJECTIVES))}.")
-    held_out = _held_out(posterior, data, unpack, progress)
-    start = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
-    with plain_execution(held_out.mean.device):
-        best, at_bound = _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
-    for name, bound in at_bound.items():
-        _warn_at_bound(name, bound)
-    return posterior.with_calibration(**best)
+    return tuple(name for name in _NAMES if name in names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +158,28 @@ class _HeldOut:
         return pmf, slopes
 
 
-def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool) -> _HeldOut:
+def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team) -> _HeldOut:
+    """The held-out inputs of all ranks, in the order of ranks, on each of them. A collective call."""
+    stream = opened(data, unpack, team, title="Calibrating", progress=progress)
+    own = team.together(lambda: _read(posterior, stream))
+    having = team.exchange(own is not None)
+    if not any(having):
+        raise DataError("The data to calibrate on are empty: expected at least one batch.")
+    if team.is_alone and own is not None:
+        return own
+    device = posterior.information.network.device
+    parts = None if own is None else {"mean": own.mean, "root": own.root, "labels": own.labels}
+    rows = team.gathered(parts, device)
+    # One posterior has one basis, which a rank without data has not made: it is that of the first rank with data.
+    held = {} if own is None or having.index(True) != team.rank else {"basis": own.basis, "rotation": own.rotation}
+    bases = team.gathered({name: tensor for name, tensor in held.items() if tensor is not None}, device)
+    return _HeldOut(**rows, **bases)
+
+
+def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
+    """What this rank holds of the held-out inputs; None for nothing."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     means, roots, labels = [], [], []
-    stream = track(batches(data, unpack), "Calibrating", total=count_batches(data), enabled=progress)
     basis = rotation = None
     for batch in stream:
         gaussian = plain.accurate_logits(batch)
@@ -157,9 +192,7 @@ def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: 
             basis, rotation = gaussian.centred_basis.to(gaussian.mean.dtype), gaussian.rotation
         else:
             roots.append(gaussian.sampling_root()[0])
-    if not means:
-        raise DataError("The data to calibrate on are empty: expected at least one batch.")
-    return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels), basis, rotation)
+    return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels), basis, rotation) if means else None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ class SizeError(ErrbarError, MemoryError):
     """The result would not fit into memory; nothing was allocated."""
 
 
+class RankError(ErrbarError, RuntimeError):
+    """Another process of the job failed with an error of its own, died, or did not answer in time."""
+
+
 class MissingExtraError(ErrbarError, ImportError):
     """An optional dependency is needed and not installed."""
 

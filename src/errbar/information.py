@@ -14,14 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from errbar._progress import track
 from errbar.checks import Checks
-from errbar.data import Batch, Unpack, batches, checked_labels, count_batches
+from errbar.data import Batch, Unpack, checked_labels
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
 from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
 from errbar.modes import plain_execution
 from errbar.network import Network, require_finite_logits
+from errbar.ranks import Team, team_of
+from errbar.reduction import reduced
+from errbar.shards import opened, probe_of
 from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, Way, structure_that_fits, way
 from errbar.workload import Structure
 
@@ -47,6 +49,19 @@ class Task:
 
     def on(self, network: Network) -> Task:
         return replace(self, network=network, way=self.way.on(network))
+
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on all ranks whose sums are added."""
+        return {
+            "weights (fingerprint)": self.network.fingerprint,
+            "parameters": ", ".join(self.selection.names),
+            "structure": self.structure,
+            "fisher": self.fisher,
+            "number of classes": str(self.n_classes),
+            "dtype of products": str(self.dtype),
+            "rank of the sketch": str(getattr(self.way, "rank", None)),
+            "layers": str(getattr(self.way, "route", None)),
+        }
 
 
 def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
@@ -191,6 +206,7 @@ def collect(
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
+    group: Any = None,
     progress: bool = False,
 ) -> Information:
     """One pass over `data`: the information that they hold about the chosen parameters at the model's weights.
@@ -210,39 +226,78 @@ def collect(
         rank: of the sketch; for `structure="lowrank"` alone.
         precision: "float64" for products in float64 although the model is not.
         unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms.
+        group: None for all ranks of an initialised torch.distributed job, which all have to make this call and get
+            the same result; False for this process alone; or a ProcessGroup. `errbar.shards` says who reads what.
         progress: show progress with the time left.
     """
-    require_one_question(last_layers, parameters)
-    kind = require_fisher(fisher)
-    require_option("structure", structure, (*STRUCTURES, "auto"))
-    require_option("precision", precision, (None, "float64"))
-    network = Network(model)
-    stream = track(batches(data, unpack), "Collecting", total=count_batches(data), enabled=progress)
+    team = team_of(group)
+
+    def checked() -> tuple[Fisher, Network]:
+        require_one_question(last_layers, parameters)
+        kind = require_fisher(fisher)
+        require_option("structure", structure, (*STRUCTURES, "auto"))
+        require_option("precision", precision, (None, "float64"))
+        return kind, Network(model)
+
+    kind, network = team.together(checked)
+    stream = opened(data, unpack, team, title="Collecting", progress=progress)
     first = next(stream, None)
-    if first is None:
-        raise DataError("The data are empty: expected at least one batch.")
-    with plain_execution(network.device):
-        prepared = network.prepare(first, Checks(network.device))
-        order, logits = network.execution_order(prepared)
-        selection = select(network, order, last_layers=last_layers, parameters=parameters)
-        dtype = product_dtype(network, precision)  # type: ignore[arg-type]
-        if structure == "auto":
-            structure = structure_that_fits(network, selection, prepared, fisher=kind, dtype=dtype, rank=rank)
-        chosen = way(
-            structure,  # type: ignore[arg-type]
-            network,
-            selection,
-            prepared,
-            fisher=kind,
-            n_classes=logits.shape[1],
-            dtype=dtype,
-            rank=rank,
-        )
-    task = Task(network, selection, structure, chosen, kind, logits.shape[1], precision)  # type: ignore[arg-type]
-    return accumulate(task, _chain(first, stream))
+    probe = probe_of(first, team)
+    dtype = product_dtype(network, precision)  # type: ignore[arg-type]
+
+    def surveyed() -> tuple[Batch, Selection, int, str]:
+        with plain_execution(network.device):
+            prepared = network.prepare(probe, Checks(network.device))
+            order, logits = network.execution_order(prepared)
+            selection = select(network, order, last_layers=last_layers, parameters=parameters)
+            fitting = structure
+            if structure == "auto":
+                fitting = structure_that_fits(network, selection, prepared, fisher=kind, dtype=dtype, rank=rank)
+        return prepared, selection, logits.shape[1], fitting
+
+    prepared, selection, n_classes, fitting = team.together(surveyed)
+    # What fits on every rank is what fits on the one with the least memory.
+    taken = max(team.exchange(fitting), key=STRUCTURES.index)
+
+    def planned() -> Task:
+        with plain_execution(network.device):
+            chosen = way(
+                taken, network, selection, prepared, fisher=kind, n_classes=n_classes, dtype=dtype, rank=rank
+            )
+        return Task(network, selection, taken, chosen, kind, n_classes, precision)  # type: ignore[arg-type]
+
+    task = team.together(planned)
+    team.require_same(task.facts())
+    return accumulate_over(team, task, stream if first is None else _chain(first, stream))
 
 
-def accumulate(task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k n"]] | None = None) -> Information:
+def accumulate_over(
+    team: Team, task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k n"]] | None = None
+) -> Information:
+    """The information of what all ranks of a team read, the same on each of them. A collective call."""
+    own = team.together(lambda: accumulate(task, stream, keep, may_be_empty=not team.is_alone))
+    if team.is_alone:
+        return own
+    told = team.exchange((own.n_samples, own.log_likelihood))
+    counts = [count for count, _ in told]
+    likelihoods = [likelihood for count, likelihood in told if count > 0]
+    if not likelihoods:
+        raise DataError("The data are empty on all ranks: expected at least one batch.")
+    return replace(
+        own,
+        total=reduced(own.total, [count > 0 for count in counts], team),
+        n_samples=sum(counts),
+        log_likelihood=None if None in likelihoods else sum(likelihoods),
+    )
+
+
+def accumulate(
+    task: Task,
+    stream: Iterator[Batch],
+    keep: list[Float[Tensor, "k n"]] | None = None,
+    *,
+    may_be_empty: bool = False,
+) -> Information:
     """The information of a stream of batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
     network = task.network
     checks = Checks(network.device)
@@ -258,7 +313,7 @@ def accumulate(task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k 
             else:
                 likelihood = None
             count += len(batch)
-        if count == 0:
+        if count == 0 and not may_be_empty:
             raise DataError("The data are empty: expected at least one batch.")
         checks.finish()
         summed = total.finish()

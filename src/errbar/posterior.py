@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar.checks import Checks
-from errbar.data import Batch, Unpack, batches, input_batch
+from errbar.data import Batch, Unpack, input_batch
 from errbar.dense import DenseFactor, DenseSum
 from errbar.errors import ArgumentError, LabelError, MismatchError, WeightsChangedError
-from errbar.information import Information, accumulate, collect
+from errbar.information import Information, accumulate_over, collect
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
 from errbar.modes import plain_execution
 from errbar.network import Network, require_finite_logits
@@ -29,6 +29,8 @@ from errbar.prediction import (
     standard_normal,
 )
 from errbar.prior import Prior
+from errbar.ranks import Team, team_of
+from errbar.shards import opened
 from errbar.structures import DEFAULT_RANK, Factor, checked
 
 
@@ -131,35 +133,46 @@ class Posterior:
             checks.finish()
         return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(drawn, 2))))
 
-    def update(self, data: Any, *, unpack: Unpack | None = None) -> Posterior:
+    def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
 
-        θ̂ does not move: the model is not trained on these data, only their information counts.
+        θ̂ does not move: the model is not trained on these data, only their information counts. `group` as in `collect`;
+        several ranks together always refactorise.
         """
-        self.information.network.require_unchanged()
-        few, stream = self._few(batches(data, unpack))
+        team = team_of(group)
+        self.require_ready(team)
+        few, stream = self._few(opened(data, unpack, team), team)
         rows: list[Tensor] | None = [] if few else None
-        information = self.information + accumulate(self.information.task, stream, rows)
+        information = self.information + accumulate_over(team, self.information.task, stream, rows)
         if rows is None or not isinstance(self.factor, DenseFactor):
             return self._with_information(information)
         assert isinstance(information.total, DenseSum)
         return replace(self, information=information, factor=self.factor.recursion(torch.cat(rows), information.total))
 
-    def forget(self, data: Any, *, unpack: Unpack | None = None) -> Posterior:
+    def forget(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior without some of its data, equal to a fit on the others.
 
         This is not unlearning: θ̂ was estimated with these data and does not move; only their information is taken
         out of the covariance. Always in information form, because the check that the data had been seen (no
-        negative eigenvalue may remain) costs as much as the factorisation.
+        negative eigenvalue may remain) costs as much as the factorisation. `group` as in `collect`.
         """
-        self.information.network.require_unchanged()
-        return self._with_information(self.information - accumulate(self.information.task, batches(data, unpack)))
+        team = team_of(group)
+        self.require_ready(team)
+        gone = accumulate_over(team, self.information.task, opened(data, unpack, team))
+        return self._with_information(self.information - gone)
 
-    def _few(self, stream: Iterator[Batch]) -> tuple[bool, Iterator[Batch]]:
+    def require_ready(self, team: Team) -> None:
+        """Refuse changed weights, and ranks of a team whose posteriors are not the same."""
+        team.together(self.information.network.require_unchanged)
+        if not team.is_alone:
+            facts = self.information.task.facts()
+            team.require_same(facts | {"number of samples in the posterior": str(self.information.n_samples)})
+
+    def _few(self, stream: Iterator[Batch], team: Team) -> tuple[bool, Iterator[Batch]]:
         """Whether the stream is so short that the recursion is cheaper than to refactorise; and the stream, unread."""
         held: list[Batch] = []
         count = 0
-        while self.factor.can_recurse(count):
+        while team.is_alone and self.factor.can_recurse(count):
             batch = next(stream, None)
             if batch is None:
                 return bool(held), iter(held)
@@ -252,6 +265,7 @@ def fit(
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
+    group: Any = None,
     progress: bool = False,
 ) -> Posterior:
     """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior."""
@@ -265,6 +279,7 @@ def fit(
         rank=rank,
         precision=precision,
         unpack=unpack,
+        group=group,
         progress=progress,
     )
     return condition(information, Prior() if prior is None else prior)

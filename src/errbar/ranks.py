@@ -1,0 +1,250 @@
+"""The processes of a `torch.distributed` job that compute together: how they agree, fail together, and send tensors.
+
+Nothing here knows of data or mathematics. Words of this file:
+
+- a *team* are the ranks of one call: all of the job, those of a group, or this process alone, which costs nothing;
+- a *step* (`Team.together`) is what each rank does by itself. It ends when all ranks have told how it went. So a
+  mistake that one of them meets is raised by all, and nobody waits for a rank that has given up;
+- a *notice* in the job's store tells the others of a mistake while they are still busy (`Team.watched`).
+
+What is exchanged are plain values (numbers, text, tensors), never code.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch import distributed as dist
+
+from errbar import errors
+from errbar.errors import ArgumentError, ErrbarError, MismatchError, RankError
+
+Result = TypeVar("Result")
+
+# How often a busy rank looks whether another one failed: a question to the store takes a tenth of a millisecond.
+_LOOK_SECONDS = 0.5
+
+
+class _StoppedError(Exception):
+    """This rank gave up because another one had failed: no mistake of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """The ranks of one call, in which this one is number `rank` of `size`.
+
+    `call` tells one call from all others of the job, for notices in the store.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    call: str = ""
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that shows progress and decides where one has to."""
+        return self.rank == 0
+
+    # ----------------------------------------------------------------------------------------- steps and agreement
+
+    def together(self, step: Callable[[], Result]) -> Result:
+        """`step()`, once all ranks have done theirs; what one of them raises is raised by all.
+
+        The rank where it happened raises what it met, the others an error of the same type with the same sentence,
+        or a `RankError` where the type is not one of errbar's.
+        """
+        if self.is_alone:
+            return step()
+        failure: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:
+            failure = error
+        told = None if failure is None else (type(failure).__name__, str(failure))
+        try:
+            if failure is not None and not isinstance(failure, _StoppedError):
+                self._leave_notice()
+            everyone = self.exchange(told)
+        except RankError:
+            if failure is not None and not isinstance(failure, _StoppedError):
+                raise failure from None
+            raise
+        if failure is not None and not isinstance(failure, _StoppedError):
+            raise failure
+        for rank, what in enumerate(everyone):
+            if what is not None and what[0] != _StoppedError.__name__:
+                raise _error_of(rank, *what)
+        return result
+
+    def watched(self, items: Iterator[Result]) -> Iterator[Result]:
+        """`items`, which stop soon after another rank has failed; for use within a step."""
+        if self.is_alone:
+            yield from items
+            return
+        looked = time.monotonic()
+        for item in items:
+            yield item
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                if self._call("look for notices", lambda: _store().check([self._notice])):
+                    raise _StoppedError
+                looked = time.monotonic()
+
+    def require_same(self, facts: Mapping[str, Any]) -> None:
+        """Refuse ranks that do not mean the same: all raise the same `MismatchError`."""
+        if self.is_alone:
+            return
+        everyone = self.exchange(dict(facts))
+        for rank, theirs in enumerate(everyone):
+            for what, ours in everyone[0].items():
+                if theirs[what] != ours:
+                    raise MismatchError(
+                        f"The ranks disagree about the {what}: rank 0 has {_shortened(ours)}, rank {rank} has "
+                        f"{_shortened(theirs[what])}. Expected the same call on all ranks.{_ADVICE.get(what, '')}"
+                    )
+
+    def _leave_notice(self) -> None:
+        self._call("leave a notice", lambda: _store().set(self._notice, "failed"))
+
+    @property
+    def _notice(self) -> str:
+        return f"errbar/{self.call}/failed"
+
+    # ------------------------------------------------------------------------------------------------ what is sent
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, in the order of ranks."""
+        if self.is_alone:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        self._call("exchange values", lambda: dist.all_gather_object(everyone, value, group=self.group))
+        return everyone
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The plain value of rank `source`."""
+        if self.is_alone:
+            return value
+        held = [value]
+        self._call("broadcast a value", lambda: dist.broadcast_object_list(held, self._global(source), self.group))
+        return held[0]
+
+    def summed(self, values: Float[Tensor, "*size"]) -> Float[Tensor, "*size"]:
+        """Σ over the ranks; every rank has the same bits."""
+        carried = values.to(self._carrier(values.device), copy=True, memory_format=torch.contiguous_format)
+        self._call("sum", lambda: dist.all_reduce(carried, group=self.group))
+        return carried.to(values.device)
+
+    def shared(self, values: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source`; the others pass one of its shape and dtype, whatever it holds."""
+        carried = values.to(self._carrier(values.device)).contiguous()
+        self._call("broadcast", lambda: dist.broadcast(carried, self._global(source), group=self.group))
+        return carried.to(values.device)
+
+    def brought_to_the_first(self, values: Tensor, source: int) -> Tensor:
+        """On rank 0 the tensor of rank `source`; elsewhere `values`, which on rank 0 is of its shape and dtype."""
+        if source == 0 or self.rank not in (0, source):
+            return values
+        carried = values.to(self._carrier(values.device)).contiguous()
+        if self.rank == source:
+            self._call("send", lambda: dist.send(carried, self._global(0), group=self.group))
+        else:
+            self._call("receive", lambda: dist.recv(carried, self._global(source), group=self.group))
+        return carried.to(values.device)
+
+    def gathered(self, parts: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
+        """The rows of all ranks under each name, one rank after the other; None for a rank that has nothing."""
+        described = None if parts is None else {name: (tuple(t.shape), t.dtype) for name, t in parts.items()}
+        everyone = self.exchange(described)
+        found: dict[str, list[Tensor]] = {}
+        for rank, theirs in enumerate(everyone):
+            for name, (shape, dtype) in (theirs or {}).items():
+                if rank == self.rank and parts is not None:
+                    own = parts[name]
+                else:
+                    own = torch.empty(shape, dtype=dtype, device=device)
+                found.setdefault(name, []).append(self.shared(own, rank))
+        return {name: torch.cat(rows) for name, rows in found.items()}
+
+    def _carrier(self, device: torch.device) -> torch.device:
+        """Where a tensor has to lie to be sent: NCCL sends from a GPU, gloo here always from the CPU."""
+        backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
+        if device.type != "cpu" and backends.get(device.type, "gloo") != "gloo":
+            return device
+        return torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
+
+    def _global(self, rank: int) -> int:
+        return int(dist.get_global_rank(self.group, rank))
+
+    def _call(self, what: str, function: Callable[[], Result]) -> Result:
+        """What torch.distributed raises (always a RuntimeError) means that somebody is gone."""
+        try:
+            return function()
+        except RuntimeError as error:
+            raise RankError(
+                f"Rank {self.rank} of {self.size} could not {what}: another rank died, left the collective call, or "
+                "did not answer within the timeout of the group. Look for the first error among the ranks; all of "
+                f"them have to make the same call. torch.distributed says: {error}"
+            ) from error
+
+
+def team_of(group: Any = None) -> Team:
+    """None: all ranks of the job where one is initialised, else this process; False: this process; or a ProcessGroup.
+
+    With more than one rank this is a collective call, as is everything that a team does.
+    """
+    is_running = dist.is_available() and dist.is_initialized()
+    if group is False or (group is None and not is_running):
+        return Team()
+    if group is None:
+        group = dist.group.WORLD
+    is_group = is_running and isinstance(group, dist.ProcessGroup)
+    if is_running and (group == dist.GroupMember.NON_GROUP_MEMBER or (is_group and dist.get_rank(group) < 0)):
+        raise ArgumentError(
+            "group does not contain this process; expected a ProcessGroup that it is a member of, None for all ranks "
+            "of the job, or False for this process alone."
+        )
+    if not is_group:
+        raise ArgumentError(
+            f"group is {group!r}; expected None for all ranks of the job, False for this process alone, or a "
+            "ProcessGroup of an initialised torch.distributed job."
+        )
+    team = Team(dist.get_rank(group), dist.get_world_size(group), group)
+    if team.is_alone:
+        return Team()
+    return replace(team, call=team.broadcast(f"{os.getpid()}-{time.monotonic_ns()}"))
+
+
+_ADVICE = {
+    "weights (fingerprint)": (
+        " Load the same checkpoint on all of them; running statistics differ between the ranks of "
+        "DistributedDataParallel after training, and are made equal by torch.distributed.broadcast of the buffers."
+    )
+}
+
+
+def _error_of(rank: int, kind: str, sentence: str) -> ErrbarError:
+    """The error of another rank, by the name of its type."""
+    made = getattr(errors, kind, None)
+    if isinstance(made, type) and issubclass(made, ErrbarError):
+        return made(f"On rank {rank}: {sentence}")
+    return RankError(f"Rank {rank} failed with {kind}: {sentence}")
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:50]} … {text[-40:]}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
