@@ -32,15 +32,15 @@ test-slow: setup
 	$(PYTEST) tests
 
 check: setup
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --doctest-modules src
 	$(PYTEST) -m "not slow" tests
 
 format: setup
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench examples
+	$(BIN)/ruff check --fix src tests bench examples
 
 # An environment of its own: the peers are never a dependency of the package.
 BENCH := .bench-venv
