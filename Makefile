@@ -57,6 +57,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/scaling.py
 	$(BENCH)/bin/python bench/monte_carlo.py
 	$(BENCH)/bin/python -W ignore bench/memory.py
+	$(BENCH)/bin/python bench/distributed.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/drift.py --data $(DATA))
 

@@ -97,13 +97,14 @@ def merged(parts: dict[str, Values]) -> Values:
 def a_data_set(rank: int, world: int) -> Values:
     found = {structure: collected(data_set(), structure=structure) for structure in STRUCTURES}
     found["per class"] = collected(data_set(), parameters=None, last_layers=1, fisher="eta")
-    found["last layer"] = collected(data_set(), parameters=None, last_layers=1)
+    wrapped = nn.parallel.DistributedDataParallel(network()) if world > 1 else network()
+    found["last layer"] = collected(data_set(), parameters=None, last_layers=1, model=wrapped)
     return merged(found)
 
 
 def a_float32_model(rank: int, world: int) -> Values:
     model = network(torch.float32)
-    return merged({structure: collected(data_set(), structure=structure, model=model) for structure in STRUCTURES})
+    return merged({s: collected(data_set(), structure=s, model=model) for s in ("dense", "kron")})
 
 
 def uneven_batches(rank: int, world: int) -> Values:
@@ -119,6 +120,28 @@ def a_rank_without_data(rank: int, world: int) -> Values:
     return merged(first | last | {"per class": eta})
 
 
+class Scaled(nn.Module):
+    """A network whose input goes through a function that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = network()
+
+    def forward(self, x: Tensor, scale: Any) -> Any:
+        return self.inside(scale(x) if callable(scale) else scale * x)
+
+
+def with_a_function(batch: tuple[Tensor, Tensor]) -> Any:
+    return (batch[0], torch.tanh), {}, batch[1]
+
+
+def arguments_of_other_kinds(rank: int, world: int) -> Values:
+    """Keywords and numbers are sent to a rank without data; functions are not, and need not be where all have some."""
+    mappings = [{"x": x, "scale": 0.5, "labels": y} for x, y in own_batches(rank, world, empty=0)]
+    functions = collected(own_batches(rank, world), model=Scaled(), unpack=with_a_function)
+    return merged({"mappings": collected(mappings, model=Scaled()), "functions": functions})
+
+
 def fewer_samples_than_ranks(rank: int, world: int) -> Values:
     loader = DataLoader(data_set(1), batch_size=4)
     return merged({"data set": collected(data_set(1)), "loader": collected(loader)})
@@ -127,7 +150,7 @@ def fewer_samples_than_ranks(rank: int, world: int) -> Values:
 def distributed_samplers(rank: int, world: int) -> Values:
     """The padding of a sampler must not count: in one process there is none."""
     found = {}
-    for count in (1, 2, SAMPLES, 54):
+    for count in (1, SAMPLES, 54):
         for shuffle in (False, True):
             sampler = DistributedSampler(data_set(count), num_replicas=world, rank=rank, shuffle=shuffle, seed=3)
             sampler.set_epoch(2)
@@ -155,7 +178,7 @@ def loaders(rank: int, world: int) -> Values:
             "shuffled": collected(DataLoader(data_set(), batch_size=8, shuffle=True)),
             "complete batches": collected(DataLoader(data_set(), batch_size=8, drop_last=True)),
             "a subset": collected(DataLoader(data_set(), batch_size=8, sampler=subset)),
-            "workers": collected(DataLoader(data_set(), batch_size=8, collate_fn=with_scaled_inputs)),
+            "scaled": collected(DataLoader(data_set(), batch_size=8, collate_fn=with_scaled_inputs)),
         }
     )
 
@@ -260,6 +283,7 @@ CASES: dict[str, Callable[[int, int], Values]] = {
         a_float32_model,
         uneven_batches,
         a_rank_without_data,
+        arguments_of_other_kinds,
         fewer_samples_than_ranks,
         distributed_samplers,
         loaders,
@@ -386,16 +410,8 @@ def no_length(rank: int, world: int) -> None:
 
 
 def arguments_that_cannot_be_sent(rank: int, world: int) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = network()
-
-        def forward(self, x: Tensor, scale: Any) -> Any:
-            return self.inside(scale(x))
-
     own = own_batches(rank, world, empty=world - 1)
-    collected(own, model=Scaled(), unpack=lambda batch: ((batch[0], torch.tanh), {}, batch[1]))
+    collected(own, model=Scaled(), unpack=with_a_function)
 
 
 def other_posteriors(rank: int, world: int) -> None:
