@@ -47,19 +47,26 @@ def _seconds(function: Any) -> list[float]:
 
 
 def _sent(function: Any) -> int:
-    """The bytes that a rank puts into all-reduces during a call."""
-    original, total = dist.all_reduce, 0
+    """The bytes of the tensors that the first rank sums, sends or receives in a call."""
+    names = ("all_reduce", "broadcast", "send", "recv")
+    originals = {name: getattr(dist, name) for name in names}
+    total = 0
 
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return original(tensor, *args, **kwargs)
+    def counting(name: str) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal total
+            total += tensor.numel() * tensor.element_size()
+            return originals[name](tensor, *args, **kwargs)
 
-    dist.all_reduce = counting
+        return call
+
     try:
+        for name in names:
+            setattr(dist, name, counting(name))
         function()
     finally:
-        dist.all_reduce = original
+        for name, original in originals.items():
+            setattr(dist, name, original)
     return total
 
 
@@ -121,7 +128,7 @@ def main() -> None:
     sent: list[dict[str, Any]] = [
         {
             "structure": structure,
-            "MB into all-reduce": found[2][f"bytes {structure}"] / 1e6,
+            "MB summed or sent": found[2][f"bytes {structure}"] / 1e6,
             "reduce, ms": statistics.median(found[2][f"reduce {structure}"]) * 1e3,
             "least": min(found[2][f"reduce {structure}"]) * 1e3,
         }

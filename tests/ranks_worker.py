@@ -469,6 +469,7 @@ def main(output: Path) -> None:
     if world > 1:
         found |= {name: failure(lambda m=mistake: m(rank, world)) for name, mistake in MISTAKES.items()}
     torch.save(found, output / f"rank{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from errbar.ranks import Team
 from errbar.structures import Sum
 
 # Rows of a symmetric matrix that are sent at a time: long enough messages, and little memory beside the matrix.
-_STRIP_BYTES = 2**25
+_STRIP_BYTES = 2**23
 
 
 def reduced(total: Sum, has_data: Sequence[bool], team: Team) -> Sum:
