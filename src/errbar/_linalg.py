@@ -35,6 +35,14 @@ def symmetric(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"]:
     return (matrix + matrix.mT) / 2
 
 
+def mirrored(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The lower triangle and its mirror image.
+
+    A product XᵀX is symmetric, but library kernels may round an entry and its mirror image differently.
+    """
+    return matrix.tril().add_(matrix.tril(-1).mT)
+
+
 def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -> tuple[Float[Tensor, "*B n n"], float]:
     """The lower Cholesky factors of a batch in float64, and the largest jitter that one of them needed.
 

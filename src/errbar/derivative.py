@@ -77,11 +77,17 @@ class Route:
         if layers:
             logits, terms = capture(network, layers, few)
             if terms is not None and _agrees(network, selection, layers, terms, few):
-                rest = _rest(selection, layers)
                 factors = [factor for part in terms.values() for factor in part]
-                cheap = not rest.names and _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
-                return Route(layers, rest, cheap, identity=len(factors) == 1 and factors[0].outer is None)
+                cheap = _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
+                identity = len(factors) == 1 and factors[0].outer is None
+                return Route.of(selection, layers, cheap=cheap, identity=identity)
         return Route((), selection, False)
+
+    @staticmethod
+    def of(selection: Selection, layers: tuple[LinearLayer, ...], *, cheap: bool, identity: bool) -> Route:
+        """By captured layers; their terms are used as they are where they are cheap and nothing else is selected."""
+        rest = _rest(selection, layers)
+        return Route(layers, rest, cheap and not rest.names, identity)
 
     @property
     def returns_logits(self) -> bool:

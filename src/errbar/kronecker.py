@@ -231,7 +231,12 @@ class KroneckerAccumulator:
 
     def finish(self) -> KroneckerSum:
         blocks = [
-            KroneckerBlock.of(layer, self.inner[layer.name], self.outer[layer.name], self.count[layer.name])
+            KroneckerBlock.of(
+                layer,
+                _linalg.mirrored(self.inner[layer.name]),
+                _linalg.mirrored(self.outer[layer.name]),
+                self.count[layer.name],
+            )
             for layer in self.route.layers
         ]
         rest = DiagonalSum(self.rest)

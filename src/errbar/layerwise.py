@@ -76,19 +76,26 @@ class LayerwiseRoute:
         few = batch.rows(0, 2)
         require_deterministic(network, few)
         trace, layers = _taken_apart(network, selection, few)
-        covered = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
-        slices = selection.slices()
-        every = zip(selection.names, selection.shapes, strict=True)
-        shapes = {name: shape for name, shape in every if slices[name].start not in covered}
         inner_size = outer_size = 0
         for layer in layers:
             for call in trace.calls[layer.name]:
                 uses = call.output[0].numel() // layer.outputs
                 inner_size += uses * layer.width
                 outer_size += 0 if trace.returns_logits(layer.name) else uses * layer.outputs
+        return LayerwiseRoute.of(selection, trace.logits.shape[1], layers, inner_size, outer_size)
+
+    @staticmethod
+    def of(
+        selection: Selection, n_classes: int, layers: tuple[SharedLayer, ...], inner_size: int, outer_size: int
+    ) -> LayerwiseRoute:
+        """By the layers that are taken apart; all other parameters take plain Jacobians."""
+        covered = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
+        slices = selection.slices()
+        every = zip(selection.names, selection.shapes, strict=True)
+        shapes = {name: shape for name, shape in every if slices[name].start not in covered}
         return LayerwiseRoute(
             selection.n_parameters,
-            trace.logits.shape[1],
+            n_classes,
             layers,
             Selection(tuple(shapes), tuple(shapes.values())),
             Part.of(selection, shapes),
