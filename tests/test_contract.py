@@ -20,6 +20,7 @@ SOURCE = Path(errbar.__file__).parent
 PUBLIC = {
     # values
     "Alarm",
+    "FileDescription",
     "Information",
     "JointLogits",
     "LogitGaussian",
@@ -38,17 +39,23 @@ PUBLIC = {
     "fit",
     "fuse",
     "fuse_frames",
+    "info",
+    "load",
+    "merge",
     "outlier_scores",
     "plan",
     "rank_outliers",
+    "verify",
     # modules
     "metrics",
     # errors and warnings
     "ArgumentError",
     "CalibrationWarning",
     "CovarianceError",
+    "DamagedFileError",
     "DataError",
     "ErrbarError",
+    "FileError",
     "ForgetError",
     "LabelError",
     "MismatchError",
@@ -65,9 +72,13 @@ PUBLIC = {
 
 # A module imports only from those above it. A new module has to be given its place here.
 ORDER = [
+    "version",
     "errors",
     "ranks",
     "_progress",
+    "atomic",
+    "fields",
+    "files",
     "checks",
     "modes",
     "memory",
@@ -107,6 +118,11 @@ ORDER = [
     "choice",
     "structures",
     "reduction",
+    "task",
+    "saved_sums",
+    "saved_factors",
+    "saved_task",
+    "checkpoint",
     "information",
     "planner",
     "posterior",
@@ -114,6 +130,7 @@ ORDER = [
     "calibration",
     "prior_choice",
     "outliers",
+    "storage",
     "",  # errbar itself: what comes after is the edge, which uses the package as a user does
     "curves",
     "plots",
@@ -213,6 +230,7 @@ def test_every_metric_of_the_contract_has_a_docstring(name: str) -> None:
                 "precision": None,
                 "unpack": None,
                 "group": None,
+                "checkpoint": None,
                 "progress": False,
             },
         ),
@@ -242,7 +260,17 @@ def test_defaults_are_those_of_the_contract(function: object, defaults: dict[str
         (errbar.Prior, ["from_weight_decay"]),
         (
             errbar.Information,
-            ["model", "n_parameters", "parameter_names", "dense", "__add__", "__sub__", "__mul__"],
+            [
+                "model",
+                "n_parameters",
+                "parameter_names",
+                "dense",
+                "__add__",
+                "__sub__",
+                "__mul__",
+                "save",
+                "with_model",
+            ],
         ),
         (
             errbar.Posterior,
@@ -259,6 +287,7 @@ def test_defaults_are_those_of_the_contract(function: object, defaults: dict[str
                 "log_evidence",
                 "with_prior",
                 "to",
+                "save",
             ],
         ),
         (

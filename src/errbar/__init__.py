@@ -12,8 +12,10 @@ from errbar.errors import (
     ArgumentError,
     CalibrationWarning,
     CovarianceError,
+    DamagedFileError,
     DataError,
     ErrbarError,
+    FileError,
     ForgetError,
     LabelError,
     MismatchError,
@@ -37,16 +39,19 @@ from errbar.posterior import Posterior, condition, fit
 from errbar.prediction import Prediction
 from errbar.prior import Prior
 from errbar.prior_choice import choose_prior
-
-__version__ = "0.1.0"
+from errbar.storage import FileDescription, info, load, merge, verify
+from errbar.version import __version__
 
 __all__ = [
     "Alarm",
     "ArgumentError",
     "CalibrationWarning",
     "CovarianceError",
+    "DamagedFileError",
     "DataError",
     "ErrbarError",
+    "FileDescription",
+    "FileError",
     "ForgetError",
     "Information",
     "JointLogits",
@@ -76,8 +81,12 @@ __all__ = [
     "fit",
     "fuse",
     "fuse_frames",
+    "info",
+    "load",
+    "merge",
     "metrics",
     "outlier_scores",
     "plan",
     "rank_outliers",
+    "verify",
 ]

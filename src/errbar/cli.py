@@ -5,15 +5,20 @@ sentence what to install. (No `from __future__ import annotations` here: typer e
 `typer` itself is known only inside the function.)
 """
 
+import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from errbar.errors import ErrbarError, MissingExtraError
+from errbar.errors import ArgumentError, ErrbarError, MissingExtraError
 
 if TYPE_CHECKING:
     import typer
+    from torch import nn
+
+    from errbar.storage import FileDescription
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,4 +97,51 @@ def application() -> "typer.Typer":
 
         run(experiment, data=data, output=output, seeds=seeds, quick=quick, device=device, progress=progress, only=only)
 
+    @app.command()
+    def info(file: Annotated[Path, typer.Argument(help="A file that errbar has written.")]) -> None:
+        """Print what a file says about itself; only its header is read."""
+        from errbar.storage import info
+
+        typer.echo(_table(info(file)))
+
+    @app.command()
+    def verify(
+        file: Annotated[Path, typer.Argument(help="A file that errbar has written.")],
+        model: Annotated[
+            str | None, typer.Argument(metavar="[PACKAGE.MODULE:CALLABLE]", help="Returns the model of the fit.")
+        ] = None,
+    ) -> None:
+        """Read and check all of a file, and with a model that the file is about its weights."""
+        from errbar.storage import verify
+
+        checked = verify(file, None if model is None else _model(model))
+        about = "" if model is None else f", and about the weights of {model}"
+        typer.echo(f"{_table(checked)}\n{file} is whole{about}.")
+
     return app
+
+
+def _table(description: "FileDescription") -> str:
+    """One line for each thing that a file says about itself."""
+    lines = []
+    for field in fields(description):
+        value = getattr(description, field.name)
+        if field.name == "parameters" or isinstance(value, tuple):
+            value = ", ".join(value)
+        if value is not None:
+            lines.append(f"{field.name.replace('_', ' '):<17} {value}")
+    return "\n".join(lines)
+
+
+def _model(where: str) -> "nn.Module":
+    """The model that `package.module:callable` returns, or is; modules are looked for in the current folder too."""
+    name, _, attribute = where.partition(":")
+    if not name or not attribute:
+        raise ArgumentError(f"The model is {where!r}; expected package.module:callable, for example project.net:load.")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"The model {where!r} cannot be imported: {error}.") from error
+    return found if hasattr(found, "named_parameters") and not isinstance(found, type) else found()  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Every mistake a user can make has a type and a sentence: what, expected, got, what to do.
 
 All derive from `ErrbarError`. Where a built-in exception says the same thing (`ValueError`, `TypeError`,
-`MemoryError`), the type derives from that too, so that generic handlers keep working.
+`OSError`, `MemoryError`), the type derives from that too, so that generic handlers keep working.
 """
 
 
@@ -55,6 +55,12 @@ class SizeError(ErrbarError, MemoryError):
 
 class RankError(ErrbarError, RuntimeError):
     """Another process of the job failed with an error of its own, died, or did not answer in time."""
+class FileError(ErrbarError, OSError):
+    """A file cannot be read or written: it is missing, no file of errbar, of a newer format, or the disk is full."""
+
+
+class DamagedFileError(FileError):
+    """A file is not what was written: cut off, changed, or made to look like a file of errbar."""
 
 
 class MissingExtraError(ErrbarError, ImportError):

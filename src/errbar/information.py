@@ -6,66 +6,31 @@ Information of batches, ranks, sites and days is the same `+`; forgetting is `�
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from errbar.checkpoint import DEFAULT_EVERY, Seen, require_checkpoint, resume, store
 from errbar.checks import Checks
 from errbar.data import Batch, Unpack, checked_labels
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
+from errbar.files import write
 from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
 from errbar.modes import plain_execution
 from errbar.network import Network, require_finite_logits
 from errbar.ranks import Team, team_of
 from errbar.reduction import reduced
+from errbar.saved_task import SavedInformation, checked_classes, information_record
 from errbar.shards import opened, probe_of
-from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, Way, structure_that_fits, way
+from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, structure_that_fits, way
+from errbar.task import Task, product_dtype
 from errbar.workload import Structure
-
-Precision = Literal["float64"]
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher."""
-
-    network: Network
-    selection: Selection
-    structure: Structure
-    way: Way
-    fisher: Fisher
-    n_classes: int
-    precision: Precision | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of products."""
-        return product_dtype(self.network, self.precision)
-
-    def on(self, network: Network) -> Task:
-        return replace(self, network=network, way=self.way.on(network))
-
-    def facts(self) -> dict[str, str]:
-        """What has to be the same on all ranks whose sums are added."""
-        return {
-            "weights (fingerprint)": self.network.fingerprint,
-            "parameters": ", ".join(self.selection.names),
-            "structure": self.structure,
-            "fisher": self.fisher,
-            "number of classes": str(self.n_classes),
-            "dtype of products": str(self.dtype),
-            "rank of the sketch": str(getattr(self.way, "rank", None)),
-            "layers": str(getattr(self.way, "route", None)),
-        }
-
-
-def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
-    return torch.float64 if precision == "float64" else network.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +91,7 @@ class Information:
         self._require_same_kind(other)
         return replace(
             self,
+            task=self.task if self.task.has_model else other.task,
             total=self.total + other.total,  # type: ignore[operator]
             n_samples=self.n_samples + other.n_samples,
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, 1),
@@ -175,19 +141,36 @@ class Information:
         """The same information about the same weights in `network`, on `device`."""
         return replace(self, task=self.task.on(network), total=self.total.to(device))
 
+    def with_model(self, model: nn.Module) -> Information:
+        """The same information with the model that it is about; for information that came from a file."""
+        network = Network(model)
+        if not network.same_weights(self.network):
+            raise MismatchError(
+                "The model has other weights than the information is about: their fingerprints (SHA-256) are "
+                f"{network.fingerprint[:12]}… and {self.network.fingerprint[:12]}…. Give the model of the fit, with "
+                "the weights and the dtype that it had."
+            )
+        return self.to(network.device, network)
+
+    def save(self, path: str | os.PathLike[str], *, classes: Sequence[str] | None = None) -> None:
+        """Write a safetensors file for `errbar.merge`: no prior, no data, no code; `classes` are names for people.
+
+        The file is replaced as a whole: on a full disk, or if the process is killed, the one before is unharmed.
+        """
+        saved = SavedInformation(
+            self.task, self.total, self.n_samples, self.log_likelihood, checked_classes(classes, self.n_classes)
+        )
+        write(path, "information", *information_record(saved))
+
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):
             raise MismatchError(f"Cannot combine Information with {type(other).__name__}.")
-        for what, ours, theirs in (
-            ("fisher", self.fisher, other.fisher),
-            ("structure", self.structure, other.structure),
-            ("parameters", self.selection, other.selection),
-            ("number of classes", self.n_classes, other.n_classes),
-            ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
-        ):
-            if ours != theirs:
-                shown = "" if what == "parameters" else f": {ours} and {theirs}"
-                raise MismatchError(f"Information of different {what} cannot be combined{shown}.")
+        self.task.require_same_kind(other.task)
+        if type(self.total) is not type(other.total):
+            raise MismatchError(
+                "Information that was summed in different forms cannot be combined: the first batches of the two "
+                "showed different layers."
+            )
         if self.total.device != other.total.device:
             raise MismatchError(
                 f"Information on {self.total.device} and on {other.total.device} cannot be combined; "
@@ -206,6 +189,8 @@ def collect(
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = DEFAULT_EVERY,
     group: Any = None,
     progress: bool = False,
 ) -> Information:
@@ -226,14 +211,22 @@ def collect(
         rank: of the sketch; for `structure="lowrank"` alone.
         precision: "float64" for products in float64 although the model is not.
         unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms.
+        checkpoint: a file that keeps what was done. The same call continues there after an interruption; it is kept
+            at the end, and a call with other data, weights or options refuses it. See `errbar.checkpoint`. Each of
+            several ranks has a file of its own, with its number at the end of the name.
+        every: how many batches there are from one checkpoint to the next.
         group: None for all ranks of an initialised torch.distributed job, which all have to make this call and get
             the same result; False for this process alone; or a ProcessGroup. `errbar.shards` says who reads what.
         progress: show progress with the time left.
     """
     team = team_of(group)
 
+    file = None if checkpoint is None else _of_rank(checkpoint, team)
+
     def checked() -> tuple[Fisher, Network]:
         require_one_question(last_layers, parameters)
+        if file is not None:
+            require_checkpoint(file, every)
         kind = require_fisher(fisher)
         require_option("structure", structure, (*STRUCTURES, "auto"))
         require_option("precision", precision, (None, "float64"))
@@ -268,14 +261,41 @@ def collect(
 
     task = team.together(planned)
     team.require_same(task.facts())
-    return accumulate_over(team, task, stream if first is None else _chain(first, stream))
+    whole = stream if first is None else _chain(first, stream)
+    if file is None:
+        return accumulate_over(team, task, whole)
+    return _combined_over(team, lambda: _accumulate_in_parts(task, Seen(whole), file, every, not team.is_alone))
+
+
+def _of_rank(path: str | os.PathLike[str], team: Team) -> str | os.PathLike[str]:
+    return path if team.is_alone else f"{os.fspath(path)}.rank-{team.rank}-of-{team.size}"
+
+
+def _accumulate_in_parts(
+    task: Task, seen: Seen, path: str | os.PathLike[str], every: int, may_be_empty: bool
+) -> Information:
+    """The information of a stream, stored after every so many batches, from where a checkpoint left off."""
+    total: Information | None = None
+    saved = resume(path, task, seen)
+    if saved is not None:
+        total = Information(task, saved.total.to(task.network.device), saved.n_samples, saved.log_likelihood)
+    while not seen.at_end:
+        more = accumulate(task, seen.part(every))
+        total = more if total is None else total + more
+        store(path, SavedInformation(task, total.total, total.n_samples, total.log_likelihood, None), seen)
+    return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
 
 
 def accumulate_over(
     team: Team, task: Task, stream: Iterator[Batch], keep: list[Float[Tensor, "k n"]] | None = None
 ) -> Information:
     """The information of what all ranks of a team read, the same on each of them. A collective call."""
-    own = team.together(lambda: accumulate(task, stream, keep, may_be_empty=not team.is_alone))
+    return _combined_over(team, lambda: accumulate(task, stream, keep, may_be_empty=not team.is_alone))
+
+
+def _combined_over(team: Team, accumulated: Callable[[], Information]) -> Information:
+    """The sum of what each rank of a team makes of its part."""
+    own = team.together(accumulated)
     if team.is_alone:
         return own
     told = team.exchange((own.n_samples, own.log_likelihood))

@@ -1,0 +1,129 @@
+"""Files that are replaced as a whole: whatever happens, a reader finds the old file or the new one, never half of one.
+
+The new content goes into a temporary file beside the target, which is synchronised to the disk before it takes the
+target's name. A full disk or an error removes the temporary file; a killed process cannot. So each writer holds a lock
+on its temporary file, which the system drops when the process ends, and the next writer of the same target removes
+temporary files that nobody has locked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from errbar.errors import FileError
+
+if sys.platform != "win32":
+    import fcntl
+
+_COUNTER = count()
+# What file systems answer that do not synchronise directories.
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A descriptor to write to; what was written takes the place of `path` when the block ends without an error."""
+    try:
+        # Through a symbolic link the file is replaced, not the link.
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise FileError(f"Cannot write {path}: it is a folder; expected the name of a file.")
+        _remove_left_over(target)
+        descriptor, temporary = _create(target)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+            os.replace(temporary, target)
+            _synchronise_folder(target.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(
+            f"Cannot write {path}: {error.strerror or error}. What was there before is unchanged; expected a folder "
+            "that exists, can be written to, and has room."
+        ) from error
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """`os.write` until everything is written, because it may take a part only."""
+    rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def require_writable_folder(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that could not be written later, before hours are spent on what goes into it."""
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError(f"Cannot write {path}: expected a folder {folder} that exists and can be written to.")
+
+
+def _create(target: Path) -> tuple[int, Path]:
+    """A new locked file beside the target."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}-{next(_COUNTER)}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        try:
+            descriptor = os.open(temporary, flags, 0o666)
+        except FileExistsError:
+            continue
+        try:
+            # Between the two calls another writer may have taken it for left over and removed it.
+            if _locked(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(temporary)):
+                return descriptor, temporary
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)
+
+
+def _remove_left_over(target: Path) -> None:
+    """Remove temporary files of killed writers: those that can be locked."""
+    if sys.platform == "win32":
+        return
+    prefix = f".{target.name}."
+    for entry in os.scandir(target.parent):
+        if entry.name.startswith(prefix) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
+            try:
+                descriptor = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
+            except OSError:
+                continue
+            try:
+                if _locked(descriptor):
+                    Path(entry.path).unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Take the lock of a file; False where another writer holds it."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _synchronise_folder(folder: Path) -> None:
+    """Make the new name as durable as the content."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""Sums of information as named arrays, and back: triangles of symmetric matrices, and what is small as JSON.
+
+Every function comes in pairs, one that takes apart and one that puts together; what is put together is checked against
+the parameters that the file says it is about, whatever the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.block import BlockSum, blocks
+from errbar.capture import LinearLayer
+from errbar.dense import DenseSum
+from errbar.diagonal import DiagonalSum
+from errbar.errors import DamagedFileError
+from errbar.fields import Fields
+from errbar.files import Contents
+from errbar.kronecker import KroneckerBlock, KroneckerSum
+from errbar.layers import Selection
+from errbar.lowrank import LowRankSum
+from errbar.per_class import PerClassSum
+from errbar.shared import Part, Patches, SharedLayer
+from errbar.structures import Sum
+
+Tensors = dict[str, Tensor]
+Description = dict[str, Any]
+
+
+def symmetric_array(matrix: Float[Tensor, "n n"]) -> Tensor:
+    """The rows of the lower triangle one after the other; a matrix that is not exactly symmetric stays whole."""
+    return triangle_array(matrix) if torch.equal(matrix, matrix.mT) else matrix.contiguous()
+
+
+def triangle_array(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B k"]:
+    """The rows of the lower triangles one after the other."""
+    n = matrix.shape[-1]
+    flat = matrix.new_empty(*matrix.shape[:-2], n * (n + 1) // 2)
+    start = 0
+    for row in range(n):
+        flat[..., start : start + row + 1] = matrix[..., row, : row + 1]
+        start += row + 1
+    return flat
+
+
+def from_triangle(flat: Float[Tensor, "*B k"], n: int) -> Float[Tensor, "*B n n"]:
+    """Lower triangular matrices: the inverse of `triangle_array`."""
+    matrix = flat.new_zeros(*flat.shape[:-1], n, n)
+    start = 0
+    for row in range(n):
+        matrix[..., row, : row + 1] = flat[..., start : start + row + 1]
+        start += row + 1
+    return matrix
+
+
+def read_symmetric(contents: Contents, name: str, n: int) -> Float[Tensor, "n n"]:
+    """The inverse of `symmetric_array`."""
+    if contents.shape(name) == (n, n) and n > 1:
+        return contents.tensor(name, n, n)
+    lower = from_triangle(contents.tensor(name, n * (n + 1) // 2), n)
+    diagonal = lower.diagonal().clone()
+    whole = lower.add_(lower.mT.clone())
+    whole.diagonal().copy_(diagonal)
+    return whole
+
+
+def read_layers(fields: Sequence[Fields], selection: Selection, *, shared: bool) -> tuple[LinearLayer, ...]:
+    """Layers whose parameters are among the selected ones, each in one layer at most."""
+    sizes = {where.start: where.stop - where.start for where in selection.slices().values()}
+    found = []
+    for part in fields:
+        starts = {kind: part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start")}
+        name, outputs, inputs = part.text("name"), part.whole("outputs", 1), part.whole("inputs", 1)
+        layer = LinearLayer(name, outputs, inputs, starts["weight_start"], starts["bias_start"])
+        if shared:
+            patches = _read_patches(part.part("patches")) if "patches" in part else None
+            layer = SharedLayer(name, outputs, inputs, layer.weight_start, layer.bias_start, patches)
+        expected = {layer.weight_start: outputs * inputs, layer.bias_start: outputs}
+        expected.pop(None, None)
+        if not expected or any(sizes.pop(start, None) != size for start, size in expected.items() if start is not None):
+            raise DamagedFileError(f"{part.where} describes layer {name[:60]!a} that its parameters do not make up.")
+        found.append(layer)
+    return tuple(found)
+
+
+def _read_patches(fields: Fields) -> Patches:
+    kernel, stride, dilation, padding = (fields.wholes(name) for name in ("kernel", "stride", "dilation", "padding"))
+    return Patches(kernel, stride, dilation, padding, fields.text("mode"))
+
+
+def take_apart(total: Sum) -> tuple[Description, Tensors]:
+    """A sum as what is small, with the `form` that it has, and arrays."""
+    if isinstance(total, DenseSum):
+        return {"form": "dense"}, {"sum": symmetric_array(total.matrix)}
+    if isinstance(total, PerClassSum):
+        return {"form": "per_class"}, {"sum": total.totals}
+    if isinstance(total, BlockSum):
+        arrays = {f"sum.{index}": symmetric_array(part.matrix) for index, part in enumerate(total.totals)}
+        return {"form": "block"}, arrays
+    if isinstance(total, DiagonalSum):
+        return {"form": "diag"}, {"sum": total.values}
+    if isinstance(total, LowRankSum):
+        description = {"form": "lowrank", "bound": total.bound, "rank": total.rank, "rows": len(total.rows)}
+        return description, {"sum.rows": total.rows, "sum.diagonal": total.diagonal}
+    made: Tensors = {"sum.rest": total.rest.values}
+    small = []
+    for index, block in enumerate(total.blocks):
+        made[f"sum.{index}.inner"] = symmetric_array(block.inner)
+        made[f"sum.{index}.outer"] = symmetric_array(block.outer)
+        a, g, c = block.peak
+        small.append({"count": block.count, "inner_peak": a, "outer_peak": g, "count_peak": c})
+    return {"form": "kron", "blocks": small, "rest_peak": total.rest_peak}, made
+
+
+def put_together(
+    contents: Contents,
+    selection: Selection,
+    layers: tuple[LinearLayer, ...],
+    *,
+    form: str,
+    n_classes: int,
+    dtype: torch.dtype,
+) -> Sum:
+    """The sum in a file, on the CPU. `form` is what the structure asks for; the file must say the same."""
+    fields = contents.description.part("sum")
+    fields.choice("form", (form,))
+    n = selection.n_parameters
+    if form == "dense":
+        return DenseSum(read_symmetric(contents, "sum", n))
+    if form == "per_class":
+        (layer,) = layers
+        return PerClassSum(layer, contents.tensor("sum", layer.width * (layer.width + 1) // 2, n_classes))
+    if form == "block":
+        parts = blocks(selection)
+        totals = [read_symmetric(contents, f"sum.{index}", len(block.part)) for index, block in enumerate(parts)]
+        return BlockSum(parts, tuple(DenseSum(matrix) for matrix in totals))
+    if form == "diag":
+        return DiagonalSum(contents.tensor("sum", n))
+    if form == "lowrank":
+        rank = fields.whole("rank", 1)
+        rows = contents.tensor("sum.rows", min(fields.whole("rows"), rank), n, dtype=dtype)
+        return LowRankSum(rows, contents.tensor("sum.diagonal", n), fields.number("bound", least=0), rank)
+    return _read_kronecker(contents, fields, selection, layers)
+
+
+def _read_kronecker(
+    contents: Contents, fields: Fields, selection: Selection, layers: tuple[LinearLayer, ...]
+) -> KroneckerSum:
+    parts = fields.parts("blocks")
+    if len(parts) != len(layers):
+        raise DamagedFileError(f"{contents.path} has {len(parts)} Kronecker factors for {len(layers)} layers.")
+    made = []
+    for index, (part, layer) in enumerate(zip(parts, layers, strict=True)):
+        assert isinstance(layer, SharedLayer)
+        inner = read_symmetric(contents, f"sum.{index}.inner", layer.width)
+        outer = read_symmetric(contents, f"sum.{index}.outer", layer.outputs)
+        a, g, c = (part.number(name, least=0) for name in ("inner_peak", "outer_peak", "count_peak"))
+        made.append(KroneckerBlock(layer, inner, outer, part.number("count", least=0), (a, g, c)))
+    rest_part = rest_of(selection, layers)
+    rest = DiagonalSum(contents.tensor("sum.rest", len(rest_part)))
+    return KroneckerSum(selection.n_parameters, tuple(made), rest_part, rest, fields.number("rest_peak", least=0))
+
+
+def rest_of(selection: Selection, layers: tuple[LinearLayer, ...]) -> Part:
+    """The parameters that no layer holds."""
+    covered = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
+    return Part.of(selection, [name for name, where in selection.slices().items() if where.start not in covered])

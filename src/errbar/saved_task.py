@@ -1,0 +1,229 @@
+"""What was asked of the data, as JSON, and back: which parameters of which weights, and how they are differentiated.
+
+How to differentiate was decided by the first batch of the fit. A file keeps what was decided (`Plan`), so that a
+loaded posterior computes what the saved one did; the layers it names are compared with those of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.capture import LinearLayer, linear_layers
+from errbar.data import Batch
+from errbar.derivative import Route
+from errbar.errors import ArgumentError, DamagedFileError, MismatchError
+from errbar.fields import Fields
+from errbar.files import Contents
+from errbar.fisher import Fisher
+from errbar.layers import Selection
+from errbar.layerwise import LayerwiseRoute
+from errbar.logits import LogitGaussian
+from errbar.network import Network
+from errbar.saved_sums import Description, Tensors, put_together, read_layers, take_apart
+from errbar.shared import SharedLayer, shared_layers
+from errbar.structures import STRUCTURES, Accumulator, ByDerivative, ByLayer, ByRows, Rows, Sum, Way
+from errbar.task import AbsentNetwork, Task
+from errbar.workload import Structure
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `errbar.structures.way` decided: the fields of `Route`, of `LayerwiseRoute`, and the rank of a sketch."""
+
+    layers: tuple[LinearLayer, ...] = ()
+    factored: bool = False
+    identity: bool = False
+    inner_size: int = 0
+    outer_size: int = 0
+    rank: int = 1
+
+
+@dataclass(frozen=True)
+class SavedWay:
+    """A way without a network: nothing can be differentiated until `on` gives it one."""
+
+    plan: Plan
+    absent: AbsentNetwork
+    selection: Selection
+    structure: Structure
+    fisher: Fisher
+    n_classes: int
+    dtype: torch.dtype
+
+    def on(self, network: Network) -> Way:
+        """The same way through a model that must have these parameters, in these layers."""
+        available = dict(network.module.named_parameters())
+        order = [name for name in available if name in self.selection.names]
+        shapes = [tuple(available[name].shape) for name in order]
+        if (tuple(order), tuple(shapes)) != (self.selection.names, self.selection.shapes):
+            raise MismatchError(
+                f"The file is about the parameters {_listed(self.selection.names)}, which the model does not have with "
+                "these names, shapes and in this order. Give the model of the fit."
+            )
+        plan, selection = self.plan, self.selection
+        if self.structure == "lowrank":
+            return ByRows(network, selection, self.fisher, self.dtype, plan.rank)
+        if self.structure == "kron":
+            shared = [layer for layer in plan.layers if isinstance(layer, SharedLayer)]
+            _require_layers(shared, shared_layers(network, selection))
+            route = LayerwiseRoute.of(selection, self.n_classes, tuple(shared), plan.inner_size, plan.outer_size)
+            return ByLayer(network, route, self.fisher, self.dtype)
+        _require_layers(plan.layers, linear_layers(network, selection))
+        by_layers = Route.of(selection, plan.layers, cheap=plan.factored, identity=plan.identity)
+        return ByDerivative(self.structure, network, selection, by_layers, self.fisher, self.n_classes, self.dtype)
+
+    def accumulator(self, keep: Rows | None) -> Accumulator:
+        raise self.absent.refusal()
+
+    def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
+        raise self.absent.refusal()
+
+    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+        raise self.absent.refusal()
+
+
+def _require_layers(wanted: Sequence[LinearLayer], available: Sequence[LinearLayer]) -> None:
+    missing = [layer.name or "(the model itself)" for layer in wanted if layer not in available]
+    if missing:
+        raise MismatchError(
+            f"The file was made with the layers {_listed(missing)}, which the model does not have as they were: the "
+            "weights are the same, the modules around them are not. Give the model of the fit."
+        )
+
+
+def plan_of(way: Way) -> Plan:
+    if isinstance(way, ByDerivative):
+        return Plan(way.route.layers, factored=way.route.factored, identity=way.route.identity)
+    if isinstance(way, ByLayer):
+        return Plan(way.route.layers, inner_size=way.route.inner_size, outer_size=way.route.outer_size)
+    if isinstance(way, ByRows):
+        return Plan(rank=way.rank)
+    assert isinstance(way, SavedWay)
+    return way.plan
+
+
+def task_description(task: Task) -> Description:
+    """Everything of a task but the network itself, of which the fingerprint and the dtype of results stay."""
+    return {
+        "weights": task.network.fingerprint,
+        "dtype": _name(task.network.dtype),
+        "precision": task.precision,
+        "structure": task.structure,
+        "fisher": task.fisher,
+        "n_classes": task.n_classes,
+        "parameters": [
+            {"name": name, "shape": list(shape)}
+            for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
+        ],
+        "plan": asdict(plan_of(task.way)),
+    }
+
+
+def read_task(fields: Fields) -> Task:
+    """The task of a file, about an absent network."""
+    dtype = {"float32": torch.float32, "float64": torch.float64}[fields.choice("dtype", ("float32", "float64"))]
+    network = AbsentNetwork(fields.digest("weights"), dtype)
+    precision: Any = fields.choice("precision", ("float64",)) if "precision" in fields else None
+    structure: Any = fields.choice("structure", STRUCTURES)
+    fisher: Any = fields.choice("fisher", ("ggn", "eta"))
+    n_classes = fields.whole("n_classes", 2)
+    parameters = fields.parts("parameters")
+    names = tuple(part.text("name") for part in parameters)
+    selection = Selection(names, tuple(part.wholes("shape") for part in parameters))
+    if not names or len(set(names)) != len(names) or not 1 <= _size(selection) < 2**50:
+        raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
+    plan = _read_plan(fields.part("plan"), selection, structure, n_classes)
+    products = torch.float64 if precision == "float64" else dtype
+    way = SavedWay(plan, network, selection, structure, fisher, n_classes, products)
+    return Task(network, selection, structure, way, fisher, n_classes, precision)
+
+
+def _size(selection: Selection) -> int:
+    """The number of parameters in whole numbers of any size; `torch.Size` would overflow."""
+    return sum(math.prod(shape) for shape in selection.shapes)
+
+
+def _read_plan(fields: Fields, selection: Selection, structure: str, n_classes: int) -> Plan:
+    plan = Plan(
+        read_layers(fields.parts("layers"), selection, shared=structure == "kron"),
+        fields.flag("factored"),
+        fields.flag("identity"),
+        fields.whole("inner_size"),
+        fields.whole("outer_size"),
+        fields.whole("rank", 1),
+    )
+    covered = sum(layer.outputs * layer.width for layer in plan.layers)
+    lone = len(plan.layers) == 1 and plan.layers[0].outputs == n_classes
+    if (plan.identity and not lone) or (plan.factored and covered != selection.n_parameters):
+        raise DamagedFileError(f"{fields.where} describes layers that do not fit its parameters and classes.")
+    return plan
+
+
+def form(task: Task) -> str:
+    """The form of the sums of a task: the structure, or one matrix a class where the exact one comes apart so."""
+    plan = plan_of(task.way)
+    returns_logits = plan.factored and plan.identity
+    return "per_class" if task.structure == "dense" and task.fisher == "eta" and returns_logits else task.structure
+
+
+@dataclass(frozen=True, eq=False)
+class SavedInformation:
+    """The fields of an `Information`, and the names of the classes, as a file has them."""
+
+    task: Task
+    total: Sum
+    n_samples: float
+    log_likelihood: float | None
+    classes: tuple[str, ...] | None
+
+
+def information_record(saved: SavedInformation) -> tuple[Description, Tensors]:
+    """What `errbar.files.write` takes."""
+    small, tensors = take_apart(saved.total)
+    description = task_description(saved.task) | {
+        "classes": None if saved.classes is None else list(saved.classes),
+        "n_samples": saved.n_samples,
+        "log_likelihood": saved.log_likelihood,
+        "sum": small,
+    }
+    return description, tensors
+
+
+def read_information(contents: Contents) -> SavedInformation:
+    fields = contents.description
+    task = read_task(fields)
+    classes = fields.texts("classes") if "classes" in fields else None
+    if classes is not None and len(classes) != task.n_classes:
+        raise DamagedFileError(f"{contents.path} names {len(classes)} classes of {task.n_classes}.")
+    layers, kind = plan_of(task.way).layers, form(task)
+    total = put_together(contents, task.selection, layers, form=kind, n_classes=task.n_classes, dtype=task.dtype)
+    likelihood = fields.number("log_likelihood") if "log_likelihood" in fields else None
+    return SavedInformation(task, total, fields.number("n_samples", least=0), likelihood, classes)
+
+
+def checked_classes(classes: Sequence[str] | None, n_classes: int) -> tuple[str, ...] | None:
+    """Names of the classes, one each; None where there are none."""
+    if classes is None:
+        return None
+    names = [classes] if isinstance(classes, str) else list(classes)
+    if len(names) != n_classes or not all(isinstance(name, str) and name.isprintable() for name in names):
+        raise ArgumentError(
+            f"classes are {len(names)} names; expected {n_classes} printable texts, one for each class of the model."
+        )
+    return tuple(names)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
+    return ", ".join(name[:60] for name in names[:4]) + more

@@ -1,0 +1,103 @@
+"""What is asked of the data: sums of which structure, about which parameters of which network.
+
+A file holds no model. What is read from one is about an `AbsentNetwork`, of which only the weights' fingerprint is
+known; `Task.on` puts a model in its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from errbar.errors import MismatchError, ModelError
+from errbar.fisher import Fisher
+from errbar.layers import Selection
+from errbar.network import Network
+from errbar.structures import Way
+from errbar.workload import Structure
+
+Precision = Literal["float64"]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher."""
+
+    network: Network
+    selection: Selection
+    structure: Structure
+    way: Way
+    fisher: Fisher
+    n_classes: int
+    precision: Precision | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products."""
+        return product_dtype(self.network, self.precision)
+
+    @property
+    def has_model(self) -> bool:
+        return not isinstance(self.network, AbsentNetwork)
+
+    def on(self, network: Network) -> Task:
+        return replace(self, network=network, way=self.way.on(network))
+
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on all ranks whose sums are added."""
+        return {
+            "weights (fingerprint)": self.network.fingerprint,
+            "parameters": ", ".join(self.selection.names),
+            "structure": self.structure,
+            "fisher": self.fisher,
+            "number of classes": str(self.n_classes),
+            "dtype of products": str(self.dtype),
+            "rank of the sketch": str(getattr(self.way, "rank", None)),
+            "layers": str(getattr(self.way, "route", None)),
+        }
+
+    def require_same_kind(self, other: Task) -> None:
+        """Raise `MismatchError` unless sums of the two can be added."""
+        for what, ours, theirs in (
+            ("fisher", self.fisher, other.fisher),
+            ("structure", self.structure, other.structure),
+            ("parameters", self.selection, other.selection),
+            ("number of classes", self.n_classes, other.n_classes),
+            ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
+        ):
+            if ours != theirs:
+                shown = "" if what == "parameters" else f": {ours} and {theirs}"
+                raise MismatchError(f"Information of different {what} cannot be combined{shown}.")
+
+
+def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
+    return torch.float64 if precision == "float64" else network.dtype
+
+
+class AbsentNetwork(Network):
+    """The network that a file is about: its fingerprint and its dtype, and no model to run."""
+
+    def __init__(self, fingerprint: str, dtype: torch.dtype) -> None:
+        self.fingerprint = fingerprint
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Whatever a network has and this one has not: the model, its modules, its weights."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.refusal()
+
+    def refusal(self) -> ModelError:
+        return ModelError(
+            "This information came from a file, and files hold no model. Give one: condition(information, prior, "
+            "model=model), or information.with_model(model)."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
