@@ -51,11 +51,11 @@ class Fields:
             self._refuse(name, f"a whole number of {least} or more")
         return value
 
-    def number(self, name: str, least: float = -math.inf, above: float = -math.inf) -> float:
-        """A finite number of at least `least`, and above `above`; an integer stays one."""
+    def number(self, name: str, least: float = -1e300, most: float = 1e300, above: float = -math.inf) -> float:
+        """A finite number from `least` to `most`, and above `above`; an integer stays one."""
         value = self._values.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not (abs(value) < 1e300 and value >= least and value > above):  # type: ignore[arg-type,operator]
+        if not is_number or not (least <= value <= most and value > above):  # type: ignore[arg-type,operator]
             self._refuse(name, "a finite number in its range")
         return value  # type: ignore[return-value]
 

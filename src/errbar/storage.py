@@ -148,7 +148,7 @@ def _posterior(contents: Contents, model: nn.Module, classes: Sequence[str] | No
         saved = "without names of classes" if names is None else f"with the classes {', '.join(names[:5])}"
         raise MismatchError(f"{contents.path} was saved {saved}; expected {', '.join(wanted[:5])}, in this order.")
     prior, fields = _prior(contents, information), contents.description
-    T, scale = fields.number("temperature", above=0), fields.number("covariance_scale", least=0)
+    T, scale = _temperature(fields), fields.number("covariance_scale", least=0)
     bound, factor = information.with_model(model), _factor(contents, information, prior)
     if factor is None:
         return condition(bound, prior).with_calibration(temperature=T, covariance_scale=scale)
@@ -212,11 +212,16 @@ def _description(contents: Contents) -> FileDescription:
         n_samples=fields.number("n_samples", least=0),
         log_likelihood=fields.number("log_likelihood") if "log_likelihood" in fields else None,
         precision=_precision(fields),
-        temperature=fields.number("temperature", above=0) if "temperature" in fields else None,
+        temperature=_temperature(fields) if "temperature" in fields else None,
         covariance_scale=fields.number("covariance_scale", least=0) if "covariance_scale" in fields else None,
         has_factors="factor" in fields,
         batches=fields.part("position").whole("batches", 1) if "position" in fields else None,
     )
+
+
+def _temperature(fields: Fields) -> float:
+    """T, of which T² must be a number too."""
+    return fields.number("temperature", least=1e-100, most=1e100)
 
 
 def _noun(kind: str) -> str:

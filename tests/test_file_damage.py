@@ -1,0 +1,213 @@
+"""What can happen to files: full disks, killed processes, flipped bits, and people who mean harm."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import errbar
+import make_format_files
+from errbar import atomic
+
+HERE = Path(__file__).parent
+
+
+def script(name: str, *arguments: object) -> dict[str, Any]:
+    """Run a script of this folder in a process of its own, and read what it prints."""
+    source = str(Path(errbar.__file__).parent.parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(HERE)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------------------ kills
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_whoever_is_killed_while_saving_leaves_a_whole_file(count: int, tmp_path: Path) -> None:
+    found = script("kill_files.py", "save", count, 1, tmp_path)
+    assert found["wrong"] == []
+    assert found["kills"] + found["ends"] == count
+    assert found["kills"] > count / 3
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_fit_that_is_killed_at_any_moment_ends_with_the_same_result(count: int, tmp_path: Path) -> None:
+    found = script("kill_files.py", "fit", count, 1, tmp_path)
+    assert found["wrong"] == []
+    assert found["kills"] == count
+    assert len(found["resumed"]) >= min(count // 3, 8)
+
+
+# ------------------------------------------------------------------------------------------------------------- fuzz
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_files_are_refused_with_an_error_of_ours_and_without_memory(count: int, tmp_path: Path) -> None:
+    found = script("fuzz_files.py", count, count, tmp_path)
+    assert found["wrong"] == []
+    assert found["refused"] + found["read"] == count
+    assert found["refused"] > 0.8 * count
+
+
+def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    data = (make_format_files.FOLDER / "format-1-diag.safetensors").read_bytes()
+    for position in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        with pytest.raises(errbar.FileError, match="file"):
+            errbar.verify(path)
+
+
+# -------------------------------------------------------------------------------------------------------- full disks
+
+
+@pytest.fixture
+def posterior() -> errbar.Posterior:
+    return make_format_files.posterior("dense")
+
+
+def failing(function: Callable[..., Any], number: int, code: int) -> Callable[..., Any]:
+    """`function`, that fails from its call `number` on."""
+    calls = iter(range(10**9))
+
+    def act(*arguments: Any, **options: Any) -> Any:
+        if next(calls) >= number:
+            raise OSError(code, os.strerror(code))
+        return function(*arguments, **options)
+
+    return act
+
+
+def short(descriptor: int, data: Any) -> int:
+    """A disk that takes a few bytes at a time, as `os.write` may."""
+    return REAL_WRITE(descriptor, data[:100])
+
+
+REAL_WRITE = os.write
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "code"),
+    [
+        ("write", 0, errno.ENOSPC),
+        ("write", 1, errno.ENOSPC),
+        ("write", 4, errno.EDQUOT),
+        ("fsync", 0, errno.ENOSPC),
+        ("fsync", 0, errno.EIO),
+        ("replace", 0, errno.EACCES),
+        ("open", 0, errno.EROFS),
+    ],
+)
+def test_when_the_disk_is_full_the_old_file_is_intact(
+    function: str,
+    number: int,
+    code: int,
+    posterior: errbar.Posterior,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "file"
+    posterior.save(path)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, function, failing(getattr(os, function), number, code))
+        with pytest.raises(errbar.FileError, match=f"Cannot write .*file: {os.strerror(code)}.*before is unchanged"):
+            posterior.with_prior(errbar.Prior(9.0)).save(path, factors=True)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_disk_that_takes_few_bytes_at_a_time_gets_all_of_them(
+    posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic.os, "write", short)
+    posterior.save(tmp_path / "file", factors=True)
+    assert errbar.verify(tmp_path / "file").has_factors
+
+
+def test_an_interrupt_leaves_nothing_behind(
+    posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt("by hand")
+
+    monkeypatch.setattr(atomic.os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
+        posterior.save(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_that_cannot_synchronise_folders_is_fine(
+    posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic.os, "fsync", failing(os.fsync, 1, errno.EINVAL))
+    posterior.save(tmp_path / "file")
+    assert errbar.verify(tmp_path / "file").kind == "posterior"
+
+
+# --------------------------------------------------------------------------------------------------- where it is put
+
+
+def test_paths_that_cannot_be_written_to_are_refused(posterior: errbar.Posterior, tmp_path: Path) -> None:
+    with pytest.raises(errbar.FileError, match="it is a folder; expected the name of a file"):
+        posterior.save(tmp_path)
+    with pytest.raises(errbar.FileError, match=r"No such file or directory.* expected a folder that exists"):
+        posterior.save(tmp_path / "missing" / "file")
+
+
+def test_through_a_link_the_file_is_replaced_and_not_the_link(posterior: errbar.Posterior, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "file")
+    posterior.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert errbar.verify(tmp_path / "elsewhere" / "file").kind == "posterior"
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_a_writer_holds_is_not(
+    posterior: errbar.Posterior, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    (tmp_path / ".file.99-0.tmp").write_bytes(b"left over")
+    (tmp_path / ".file2.99-0.tmp").write_bytes(b"another file's")
+    with atomic.replacing(path) as descriptor:
+        atomic.write_all(descriptor, b"mine")
+        (held,) = (name for name in os.listdir(tmp_path) if name.startswith(f".file.{os.getpid()}"))
+        posterior.save(path)
+        assert sorted(os.listdir(tmp_path)) == sorted([held, "file", ".file2.99-0.tmp"])
+    assert path.read_bytes() == b"mine"
+    assert sorted(os.listdir(tmp_path)) == [".file2.99-0.tmp", "file"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    posteriors = [make_format_files.posterior("dense").with_prior(errbar.Prior(1.0 + i)) for i in range(4)]
+    failures: list[BaseException] = []
+
+    def work(posterior: errbar.Posterior) -> None:
+        try:
+            for _ in range(20):
+                posterior.save(tmp_path / "file")
+                errbar.verify(tmp_path / "file")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(posterior,)) for posterior in posteriors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert os.listdir(tmp_path) == ["file"]
