@@ -55,7 +55,7 @@ class Fields:
         """A finite number from `least` to `most`, and above `above`; an integer stays one."""
         value = self._values.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not (least <= value <= most and value > above):  # type: ignore[arg-type,operator]
+        if not is_number or not (least <= value <= most and value > above):  # type: ignore[operator]
             self._refuse(name, "a finite number in its range")
         return value  # type: ignore[return-value]
 

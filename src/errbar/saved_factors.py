@@ -25,7 +25,9 @@ from errbar.per_class import PerClassFactor, PerClassSum
 from errbar.saved_sums import (
     Description,
     Tensors,
+    by_columns,
     from_triangle,
+    laid_out,
     read_symmetric,
     symmetric_array,
     triangle_array,
@@ -41,12 +43,12 @@ def take_factor_apart(factor: Factor) -> tuple[Description, Tensors]:
         pairs = [_dense_apart(part, f"factor.{index}") for index, part in enumerate(factor.factors)]
         return {"blocks": [small for small, _ in pairs]}, {k: v for _, arrays in pairs for k, v in arrays.items()}
     if isinstance(factor, PerClassFactor):
-        small = {"jitter": factor.factorisation[1], "lower_columns": _by_columns(factor.lower)}
-        return small, {"factor.lower": triangle_array(factor.lower)}
+        small = {"jitter": factor.factorisation[1], "lower_columns": by_columns(factor.lower)}
+        return small, {"factor.lower": triangle_array(factor.lower, by_columns=by_columns(factor.lower))}
     if isinstance(factor, DiagonalFactor):
         return {"jitter": factor.factorisation[1]}, {"factor.precision": factor.precision}
     if isinstance(factor, LowRankFactor):
-        return {"directions": len(factor.directions), "directions_columns": _by_columns(factor.directions)}, {
+        return {"directions": len(factor.directions), "directions_columns": by_columns(factor.directions)}, {
             "factor.precision": factor.precision,
             "factor.directions": factor.directions,
             "factor.strengths": factor.strengths,
@@ -56,7 +58,7 @@ def take_factor_apart(factor: Factor) -> tuple[Description, Tensors]:
     for index, basis in enumerate(factor.bases):
         parts = {"outer": basis.outer, "inner": basis.inner, "precision": basis.precision}
         arrays |= {f"factor.{index}.{name}": part for name, part in parts.items()}
-        columns.append({f"{name}_columns": _by_columns(part) for name, part in parts.items()})
+        columns.append({f"{name}_columns": by_columns(part) for name, part in parts.items()})
     return {"jitter": factor.jitter, "bases": columns}, arrays
 
 
@@ -76,15 +78,15 @@ def put_factor_together(contents: Contents, total: Sum, prior: Float[Tensor, "n"
         return BlockFactor(total.blocks, tuple(made))
     if isinstance(total, PerClassSum):
         width, classes = total.layer.width, total.totals.shape[1]
-        lower = from_triangle(contents.tensor("factor.lower", classes, width * (width + 1) // 2), width)
-        lower = _laid_out(_positive_diagonal(lower, contents), fields.flag("lower_columns"))
-        return PerClassFactor(total.layer, lower, _jitter(fields))
+        flat = contents.tensor("factor.lower", classes, width * (width + 1) // 2)
+        lower = from_triangle(flat, width, by_columns=fields.flag("lower_columns"))
+        return PerClassFactor(total.layer, _positive_diagonal(lower, contents), _jitter(fields))
     n = len(prior)
     if isinstance(total, LowRankSum):
         count, dtype = fields.whole("directions"), total.rows.dtype
         precision = _positive(contents, "factor.precision", n)
         directions = contents.tensor("factor.directions", count, n, dtype=dtype)
-        directions = _laid_out(directions, fields.flag("directions_columns"))
+        directions = laid_out(directions, fields.flag("directions_columns"))
         strengths = contents.tensor("factor.strengths", count)
         if not bool((strengths >= 0).all()):
             raise DamagedFileError(f"{contents.path} has negative strengths of directions.")
@@ -96,12 +98,12 @@ def put_factor_together(contents: Contents, total: Sum, prior: Float[Tensor, "n"
 
 def _dense_apart(factor: DenseFactor, name: str) -> tuple[Description, Tensors]:
     covariance = factor.covariance
-    small: dict[str, Any] = {"recursed": factor.recursed, "covariance_columns": _by_columns(covariance)}
+    small: dict[str, Any] = {"recursed": factor.recursed, "covariance_columns": by_columns(covariance)}
     arrays = {f"{name}.covariance": symmetric_array(covariance)}
     if "factorisation" in factor.__dict__:
         lower, jitter = factor.factorisation
-        arrays[f"{name}.lower"] = triangle_array(lower)
-        small |= {"jitter": jitter, "lower_columns": _by_columns(lower)}
+        arrays[f"{name}.lower"] = triangle_array(lower, by_columns=by_columns(lower))
+        small |= {"jitter": jitter, "lower_columns": by_columns(lower)}
     return small, arrays
 
 
@@ -109,15 +111,14 @@ def _dense_together(
     contents: Contents, fields: Fields, name: str, total: DenseSum, prior: Float[Tensor, "n"], limit: float
 ) -> DenseFactor:
     n = len(prior)
-    covariance = read_symmetric(contents, f"{name}.covariance", n)
+    covariance = read_symmetric(contents, f"{name}.covariance", n, by_columns=fields.flag("covariance_columns"))
     if not bool((covariance.diagonal() > 0).all()):
         raise DamagedFileError(f"{contents.path} has a covariance with variances that are not positive.")
-    covariance = _laid_out(covariance, fields.flag("covariance_columns"))
     made = DenseFactor(total, prior, limit, covariance=covariance, recursed=fields.whole("recursed"))
     if "jitter" in fields:
-        lower = from_triangle(contents.tensor(f"{name}.lower", n * (n + 1) // 2), n)
-        lower = _laid_out(_positive_diagonal(lower, contents), fields.flag("lower_columns"))
-        made.__dict__["factorisation"] = (lower, _jitter(fields))
+        flat = contents.tensor(f"{name}.lower", n * (n + 1) // 2)
+        lower = from_triangle(flat, n, by_columns=fields.flag("lower_columns"))
+        made.__dict__["factorisation"] = (_positive_diagonal(lower, contents), _jitter(fields))
     return made
 
 
@@ -128,9 +129,9 @@ def _kronecker_together(contents: Contents, fields: Fields, total: KroneckerSum)
     bases = []
     for index, (part, block) in enumerate(zip(parts, total.blocks, strict=True)):
         d, p = block.layer.outputs, block.layer.width
-        outer = _laid_out(contents.tensor(f"factor.{index}.outer", d, d), part.flag("outer_columns"))
-        inner = _laid_out(contents.tensor(f"factor.{index}.inner", p, p), part.flag("inner_columns"))
-        precision = _laid_out(_positive(contents, f"factor.{index}.precision", d, p), part.flag("precision_columns"))
+        outer = laid_out(contents.tensor(f"factor.{index}.outer", d, d), part.flag("outer_columns"))
+        inner = laid_out(contents.tensor(f"factor.{index}.inner", p, p), part.flag("inner_columns"))
+        precision = laid_out(_positive(contents, f"factor.{index}.precision", d, p), part.flag("precision_columns"))
         bases.append(KroneckerBasis(block.layer, outer, inner, precision))
     rest = _positive(contents, "factor.rest", len(total.rest_part))
     return KroneckerFactor(total.n_parameters, tuple(bases), total.rest_part, rest, _jitter(fields))
@@ -138,15 +139,6 @@ def _kronecker_together(contents: Contents, fields: Fields, total: KroneckerSum)
 
 def _jitter(fields: Fields) -> float:
     return float(fields.number("jitter", least=0))
-
-
-def _by_columns(matrix: Tensor) -> bool:
-    """Whether the columns of a matrix, and not its rows, lie together in memory."""
-    return not matrix.is_contiguous() and matrix.mT.is_contiguous()
-
-
-def _laid_out(matrix: Tensor, by_columns: bool) -> Tensor:
-    return matrix.mT.contiguous().mT if by_columns else matrix
 
 
 def _positive(contents: Contents, name: str, *shape: int) -> Tensor:
