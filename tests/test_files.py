@@ -175,6 +175,19 @@ def test_information_without_labels_has_no_likelihood_after_loading(tmp_path: Pa
     assert errbar.merge([tmp_path / "file"]).log_likelihood is None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_a_posterior_comes_back_on_the_device_of_the_model(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    saved, path = case.fitted(case.model().cuda()), tmp_path / "posterior.safetensors"
+    saved.save(path, factors=True)
+    x = case.data()[0][0]
+    there, here = errbar.load(path, case.model().cuda()), errbar.load(path, case.model())
+    assert torch.equal(there.predict(x).pmf, saved.predict(x).pmf)
+    torch.testing.assert_close(here.predict(x).pmf, saved.predict(x).pmf.cpu(), rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------- what is inside
 
 
@@ -344,8 +357,36 @@ def test_what_is_no_file_of_errbar_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3)}, path, {"who": "somebody else"})
     with pytest.raises(errbar.DamagedFileError, match="a safetensors file, but not one of errbar"):
         errbar.load(path, model)
-    with pytest.raises(errbar.ArgumentError, match="path is 3; expected the name of a file"):
-        errbar.load(3, model)  # type: ignore[arg-type]
+    for act in (lambda: errbar.load(3, model), lambda: errbar.info(3)):  # type: ignore[arg-type]
+        with pytest.raises(errbar.ArgumentError, match="path is 3; expected the name of a file"):
+            act()
+
+
+def test_a_kind_of_file_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    CASES["dense"].fitted().save(path)
+    with_metadata(path, kind="recipe")
+    for act in (errbar.info, errbar.verify):
+        with pytest.raises(
+            errbar.FileError, match="holds 'recipe'; expected one of posterior, information, checkpoint"
+        ):
+            act(path)
+
+
+def test_a_file_that_is_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Four tebibytes of nothing, which take no room on the disk."""
+    path = tmp_path / "file"
+    CASES["diag"].fitted().save(path)
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    count = 2**39
+    header["sum"] |= {"shape": [count], "data_offsets": [0, 8 * count]}
+    path.write_bytes(sealed(json.dumps(header).encode(), b""))
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size + 8 * count)
+    with pytest.raises(errbar.SizeError, match=r"Reading .*file needs .* GiB on cpu"):
+        errbar.verify(path)
 
 
 def test_a_model_must_be_a_model(tmp_path: Path) -> None:
@@ -404,6 +445,8 @@ def test_merged_information_is_information(day: Path, tmp_path: Path) -> None:
     for total in (merged + more, more + merged):
         assert total.model is more.model
         assert errbar.condition(total, errbar.Prior(2.0)).information.n_samples == 300
+    part = errbar.collect(case.model(), case.data(last=1), last_layers=2)
+    assert (merged - part).model is part.model
     assert (merged * 0.5).n_samples == 50
     (merged * 0.5).save(tmp_path / "half")
     assert errbar.info(tmp_path / "half").n_samples == 50.0

@@ -28,6 +28,7 @@ from torch import Tensor
 from errbar.atomic import replacing, write_all
 from errbar.errors import DamagedFileError, FileError, SizeError
 from errbar.fields import Fields
+from errbar.memory import require_memory
 from errbar.version import __version__
 
 FORMAT = 1
@@ -150,6 +151,12 @@ def _read(file: Any, where: str, header_only: bool) -> Contents:
     entries = _entries(header, size - 8 - length)
     tensors: dict[str, Tensor] = {}
     if not header_only:
+        require_memory(
+            2 * (size - 8 - length),
+            torch.device("cpu"),
+            what=f"Reading {where}",
+            instead="Read it on a machine with more memory.",
+        )
         found = hashlib.sha256(first + text.replace(digest.encode(), _ZEROS.encode(), 1))
         for name, entry in entries.items():
             tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)

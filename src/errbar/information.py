@@ -91,7 +91,7 @@ class Information:
         self._require_same_kind(other)
         return replace(
             self,
-            task=self.task if self.task.has_model else other.task,
+            task=self._task_with_model(other),
             total=self.total + other.total,  # type: ignore[operator]
             n_samples=self.n_samples + other.n_samples,
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, 1),
@@ -116,6 +116,7 @@ class Information:
             )
         return replace(
             self,
+            task=self._task_with_model(other),
             total=total,
             n_samples=self.n_samples - other.n_samples,
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, -1),
@@ -161,6 +162,10 @@ class Information:
             self.task, self.total, self.n_samples, self.log_likelihood, checked_classes(classes, self.n_classes)
         )
         write(path, "information", *information_record(saved))
+
+    def _task_with_model(self, other: Information) -> Task:
+        """The task of one of two operands: of one that did not come from a file, if there is such."""
+        return self.task if self.task.has_model else other.task
 
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):

@@ -112,7 +112,7 @@ def merge(paths: Iterable[Path]) -> Information:
 
 def info(path: Path) -> FileDescription:
     """What a file says about itself. Only its header is read; whether the rest is whole, `verify` tells."""
-    return _description(read(path, header_only=True))
+    return _description(_read(path, header_only=True))
 
 
 def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
@@ -127,10 +127,10 @@ def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
     return description
 
 
-def _read(path: Path) -> Contents:
+def _read(path: Path, *, header_only: bool = False) -> Contents:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"path is {path!r}; expected the name of a file.")
-    contents = read(path)
+    contents = read(path, header_only=header_only)
     if contents.kind not in KINDS:
         raise FileError(f"{contents.path} holds {contents.kind[:60]!a}; expected one of {', '.join(KINDS)}.")
     return contents
