@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -132,6 +134,24 @@ def test_no_more_than_one_batch_is_held(tmp_path: Path) -> None:
 
     errbar.collect(Watching(4, 3).double(), watched(), last_layers=1, checkpoint=tmp_path / "file", every=50)
     assert max(b - a for a, b in pairwise(done)) <= 1
+
+
+def test_a_full_disk_ends_a_fit_that_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = errbar.collect(network(), stream(), last_layers=2, checkpoint=tmp_path / "whole", every=3)
+    calls = iter(range(100))
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if next(calls) >= 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(errbar.FileError, match="No space left on device"):
+            errbar.collect(network(), stream(), last_layers=2, checkpoint=tmp_path / "cut", every=3)
+    assert errbar.verify(tmp_path / "cut", network()).batches == 6
+    assert same(errbar.collect(network(), stream(), last_layers=2, checkpoint=tmp_path / "cut", every=3), expected)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

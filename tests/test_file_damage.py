@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 
 import errbar
 import make_format_files
-from errbar import atomic
+from errbar import atomic, files
+from mutations import sealed
 
 HERE = Path(__file__).parent
 
@@ -70,6 +72,37 @@ def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with pytest.raises(errbar.FileError, match="file"):
             errbar.verify(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"__metadata__":[' + b"[]," * 2_000_000 + b"[]]}",
+        b'{"__metadata__":{"format":"1","errbar":"","torch":"","kind":"posterior","content":"' + b"0" * 64 + b'",'
+        b'"description":"[' + b"[]\\u002c" * 1_000_000 + b'[]]"}}',
+    ],
+    ids=["in the header", "in the description"],
+)
+def test_millions_of_values_are_refused_before_they_are_made(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(sealed(header, b""))
+    tracemalloc.start()
+    try:
+        with pytest.raises(errbar.DamagedFileError, match="a description of over 500,000 values"):
+            errbar.info(tmp_path / "file")
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(header)
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_could_not_be_read_is_not_written(
+    posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in (("_HEADER_LIMIT", 100), ("MOST_VALUES", 10)):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, name, limit)
+            with pytest.raises(errbar.SizeError, match="Select fewer parameters"):
+                posterior.save(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
 
 
 # -------------------------------------------------------------------------------------------------------- full disks

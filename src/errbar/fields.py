@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from errbar.errors import DamagedFileError
 
+# So many values are parsed at most: an empty list takes two bytes of a file and sixty of memory.
+MOST_VALUES = 500_000
 # Above any count that a file can be about, below what integers of a tensor library hold.
 _LARGEST = 2**62
 
@@ -27,7 +29,9 @@ class Fields:
 
     @staticmethod
     def parsed(text: str | bytes, where: str) -> Fields:
-        """From JSON without NaN, without infinity, and with each name once."""
+        """From JSON without NaN, without infinity, with each name once, and of bounded size in memory."""
+        if count_values(text) > MOST_VALUES:
+            raise DamagedFileError(f"{where} holds a description of over {MOST_VALUES:,} values; nobody needs so many.")
         try:
             return Fields(json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant), where)
         except (ValueError, RecursionError) as error:
@@ -108,6 +112,13 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(item, str) and item.isprintable() for item in value):
             self._refuse(name, "a list of printable texts")
         return tuple(value)
+
+
+def count_values(text: str | bytes) -> int:
+    """At least as many as there are values in a JSON text: each of them follows one of these characters."""
+    if isinstance(text, bytes):
+        return sum(text.count(character) for character in (b",", b"[", b"{", b":"))
+    return sum(text.count(character) for character in (",", "[", "{", ":"))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

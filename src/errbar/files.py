@@ -27,7 +27,7 @@ from torch import Tensor
 
 from errbar.atomic import replacing, write_all
 from errbar.errors import DamagedFileError, FileError, SizeError
-from errbar.fields import Fields
+from errbar.fields import MOST_VALUES, Fields, count_values
 from errbar.memory import require_memory
 from errbar.version import __version__
 
@@ -110,10 +110,10 @@ def _header(kind: str, description: dict[str, Any], tensors: Mapping[str, Tensor
     text = json.dumps(header, separators=(",", ":")).encode()
     # Spaces, so that the data start at a multiple of eight bytes and can be mapped.
     text += b" " * (-len(text) % 8)
-    if len(text) > _HEADER_LIMIT:
+    if len(text) > _HEADER_LIMIT or count_values(text) > MOST_VALUES:
         raise SizeError(
-            f"The description of the parameters takes {len(text):,} bytes; expected at most {_HEADER_LIMIT:,}. Select "
-            "fewer parameters."
+            f"The description of {len(tensors):,} arrays takes {len(text):,} bytes; expected at most "
+            f"{_HEADER_LIMIT:,}, and {MOST_VALUES:,} values. Select fewer parameters."
         )
     return len(text).to_bytes(8, "little") + text
 
