@@ -475,9 +475,13 @@ def test_what_cannot_be_merged_is_refused(day: Path, tmp_path: Path) -> None:
         errbar.merge(day)  # type: ignore[arg-type]
     with pytest.raises(errbar.ArgumentError, match="paths is empty"):
         errbar.merge([])
+    twice = r"copy and .*day hold the same information, whose data would count twice"
     copied = tmp_path / "copy"
     copied.write_bytes(day.read_bytes())
-    with pytest.raises(errbar.MismatchError, match=r"copy and .*day are the same file, whose data would count twice"):
+    with pytest.raises(errbar.MismatchError, match=twice):
+        errbar.merge([day, copied])
+    errbar.condition(errbar.merge([day]), errbar.Prior(7.0), model=case.model()).save(copied, factors=True)
+    with pytest.raises(errbar.MismatchError, match=twice):
         errbar.merge([day, copied])
     for changed, options, message in (
         (case.model(), {"last_layers": 1}, "different parameters"),

@@ -6,12 +6,14 @@ classes. The code of the model is not compared: files know weights and modules, 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
+import torch
 from torch import nn
 
 from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchError
@@ -92,12 +94,13 @@ def merge(paths: Iterable[Path]) -> Information:
                 f"{contents.path} is the checkpoint of a fit that may not be complete. Let errbar.collect finish, and "
                 "merge what Information.save writes."
             )
-        if contents.digest in digests:
+        digest = _digest_of_sums(contents)
+        if digest in digests:
             raise MismatchError(
-                f"{contents.path} and {digests[contents.digest]} are the same file, whose data would count twice. "
-                "Expected each file once."
+                f"{contents.path} and {digests[digest]} hold the same information, whose data would count twice. "
+                "Expected files of different data."
             )
-        digests[contents.digest] = contents.path
+        digests[digest] = contents.path
         information, classes = _information(contents)
         if names is not None and classes is not None and names != classes:
             raise MismatchError(f"{contents.path} names other classes than the files before it: they do not match.")
@@ -134,6 +137,15 @@ def _read(path: Path, *, header_only: bool = False) -> Contents:
     if contents.kind not in KINDS:
         raise FileError(f"{contents.path} holds {contents.kind[:60]!a}; expected one of {', '.join(KINDS)}.")
     return contents
+
+
+def _digest_of_sums(contents: Contents) -> str:
+    """The same for all files of the same sums, whatever prior, temperature or factors they have beside them."""
+    digest = hashlib.sha256()
+    for name, tensor in contents.tensors.items():
+        if name.split(".")[0] == "sum":
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _information(contents: Contents) -> tuple[Information, tuple[str, ...] | None]:
