@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -96,7 +97,7 @@ CASES = {
     "kron in float32": Case(convolutional, {"parameters": "all", "structure": "kron"}, torch.float32),
     "kron of a last layer": Case(mlp, {"last_layers": 1, "structure": "kron"}),
     "diag": Case(mlp, {"parameters": "all", "structure": "diag"}),
-    "lowrank": Case(normed, {"parameters": "all", "structure": "lowrank", "rank": 10}),
+    "lowrank": Case(normed, {"parameters": "all", "structure": "lowrank", "rank": np.int64(10)}),
     "lowrank in float32": Case(normed, {"parameters": "all", "structure": "lowrank", "rank": 10}, torch.float32),
     "a prior for each module": Case(mlp, {"last_layers": 2}, prior={"2": 1.5, "4": 0.3}),
     "a prior for each parameter": Case(mlp, {"last_layers": 1}, prior=torch.linspace(0.5, 2, 28)),

@@ -104,7 +104,7 @@ def plan_of(way: Way) -> Plan:
     if isinstance(way, ByLayer):
         return Plan(way.route.layers, inner_size=way.route.inner_size, outer_size=way.route.outer_size)
     if isinstance(way, ByRows):
-        return Plan(rank=way.rank)
+        return Plan(rank=int(way.rank))
     assert isinstance(way, SavedWay)
     return way.plan
 
