@@ -55,6 +55,8 @@ class SizeError(ErrbarError, MemoryError):
 
 class RankError(ErrbarError, RuntimeError):
     """Another process of the job failed with an error of its own, died, or did not answer in time."""
+
+
 class FileError(ErrbarError, OSError):
     """A file cannot be read or written: it is missing, no file of errbar, of a newer format, or the disk is full."""
 

@@ -259,9 +259,7 @@ def collect(
 
     def planned() -> Task:
         with plain_execution(network.device):
-            chosen = way(
-                taken, network, selection, prepared, fisher=kind, n_classes=n_classes, dtype=dtype, rank=rank
-            )
+            chosen = way(taken, network, selection, prepared, fisher=kind, n_classes=n_classes, dtype=dtype, rank=rank)
         return Task(network, selection, taken, chosen, kind, n_classes, precision)  # type: ignore[arg-type]
 
     task = team.together(planned)

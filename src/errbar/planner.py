@@ -20,7 +20,7 @@ from errbar.costs import cost
 from errbar.data import Batch, Unpack, to_batch
 from errbar.errors import ArgumentError
 from errbar.fisher import require_fisher
-from errbar.information import product_dtype, require_option
+from errbar.information import require_option
 from errbar.layers import Selection
 from errbar.memory import readable, usable_bytes
 from errbar.modes import plain_execution
@@ -28,6 +28,7 @@ from errbar.network import Network
 from errbar.prediction import require_samples
 from errbar.structures import DEFAULT_RANK
 from errbar.survey import Survey, survey
+from errbar.task import product_dtype
 from errbar.workload import Cost, Structure, Workload
 
 # Samples of the example that are run, and how long the speed of a product is tried out.

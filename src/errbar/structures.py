@@ -82,7 +82,7 @@ class ByDerivative:
     fisher: Fisher
     n_classes: int
     dtype: torch.dtype
-    request: Request
+    request: Request | None = None
 
     @property
     def is_per_class(self) -> bool:
@@ -94,7 +94,7 @@ class ByDerivative:
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
         """An empty sum; refused with the bytes that it would need where those are not there."""
-        self.request.require(self.structure, self.network.device)
+        _require_memory(self.request, self.structure, self.network.device)
         return _Differentiating(self, self._sums(), keep)
 
     def _sums(self) -> DenseAccumulator | PerClassAccumulator | BlockAccumulator | DiagonalAccumulator:
@@ -123,6 +123,12 @@ class ByDerivative:
         return mean, factor.joint_covariance(Derivative.concatenated([part for _, part in parts]))
 
 
+def _require_memory(request: Request | None, structure: Structure, device: torch.device) -> None:
+    """Refuse what would not fit; a way that came from a file has sums of that size in memory already."""
+    if request is not None:
+        request.require(structure, device)
+
+
 class _Differentiating:
     def __init__(self, way: ByDerivative, sums: Any, keep: Rows | None) -> None:
         self.way, self.sums, self.keep = way, sums, keep
@@ -148,13 +154,13 @@ class ByLayer:
     route: LayerwiseRoute
     fisher: Fisher
     dtype: torch.dtype
-    request: Request
+    request: Request | None = None
 
     def on(self, network: Network) -> ByLayer:
         return replace(self, network=network)
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
-        self.request.require("kron", self.network.device)
+        _require_memory(self.request, "kron", self.network.device)
         return KroneckerAccumulator(self.network, self.route, self.fisher, self.dtype, self.network.device)
 
     def _derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
@@ -180,14 +186,14 @@ class ByRows:
     fisher: Fisher
     dtype: torch.dtype
     rank: int
-    request: Request
+    request: Request | None = None
 
     def on(self, network: Network) -> ByRows:
         return replace(self, network=network)
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
         device = self.network.device
-        self.request.require("lowrank", device)
+        _require_memory(self.request, "lowrank", device)
         return LowRankAccumulator(self.network, self.selection, self.fisher, self.dtype, device, self.rank)
 
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
