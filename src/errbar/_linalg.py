@@ -16,6 +16,7 @@ from errbar.errors import CovarianceError, SingularCovarianceError
 
 # Jitter is tried in steps of a hundred, as a share of the mean diagonal, from the rounding of float64 upwards.
 _FIRST_JITTER = 1e-14
+_MIRRORED_ROWS = 512
 # Numbers that are cast at a time where a float32 product is added to a float64 sum.
 _ADDED_NUMBERS = 2**20
 
@@ -35,12 +36,19 @@ def symmetric(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"]:
     return (matrix + matrix.mT) / 2
 
 
-def mirrored(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """The lower triangle and its mirror image.
+def mirror_(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The lower triangle and its mirror image, in place.
 
-    A product XᵀX is symmetric, but library kernels may round an entry and its mirror image differently.
+    A product XᵀX is symmetric, but library kernels may round an entry and its mirror image differently. Some rows at a
+    time: a copy of the matrix would be the largest thing in memory.
     """
-    return matrix.tril().add_(matrix.tril(-1).mT)
+    n = len(matrix)
+    for start in range(0, n, _MIRRORED_ROWS):
+        stop = min(start + _MIRRORED_ROWS, n)
+        corner = matrix[start:stop, start:stop]
+        corner.copy_(corner.tril() + corner.tril(-1).mT)
+        matrix[start:stop, stop:] = matrix[stop:, start:stop].mT
+    return matrix
 
 
 def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -> tuple[Float[Tensor, "*B n n"], float]:

@@ -97,7 +97,7 @@ class DenseAccumulator:
     def finish(self) -> DenseSum:
         if self.staged:
             self._flush()
-        total = self._zeros() if self.matrix is None else _linalg.mirrored(self.matrix)
+        total = self._zeros() if self.matrix is None else _linalg.mirror_(self.matrix)
         # One after the other, each let go of: together they can be as large as the matrix.
         for key in list(self.blocks):
             _add_block(total, key, self._in_logits(key, self.blocks.pop(key)))
@@ -373,7 +373,7 @@ class DenseFactor:
         small.diagonal().add_(1.0)
         lower, _ = _linalg.safe_cholesky(_linalg.symmetric(small), name="I + UᵀPU", limit=0.0)
         half = _linalg.solve_lower(lower, gain)
-        covariance = _linalg.mirrored(self.covariance - half.T @ half)
+        covariance = _linalg.mirror_(self.covariance - half.T @ half)
         recursed = self.recursed + len(rows)
         return DenseFactor(total, self.prior_precision, self.limit, covariance=covariance, recursed=recursed)
 

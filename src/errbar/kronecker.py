@@ -233,8 +233,8 @@ class KroneckerAccumulator:
         blocks = [
             KroneckerBlock.of(
                 layer,
-                _linalg.mirrored(self.inner[layer.name]),
-                _linalg.mirrored(self.outer[layer.name]),
+                _linalg.mirror_(self.inner[layer.name]),
+                _linalg.mirror_(self.outer[layer.name]),
                 self.count[layer.name],
             )
             for layer in self.route.layers
