@@ -213,7 +213,9 @@ def _kronecker(work: Workload) -> Cost:
     if factored:
         predicting += 2 * 8 * classes**2 + work.draws * classes * w + drawing_bytes(work, full=False)
     else:
-        made = samples * (2 * inner * s + classes * outer * w)
+        # V of the layer at hand is there three times: as the backward pass leaves it, put together, and rotated.
+        own = max((t.uses * t.outputs for t in work.terms if not t.returns_logits), default=0)
+        made = samples * (2 * inner * s + classes * (outer + 2 * own) * w)
         widest = max((t.size for t in work.terms if t.uses > 1), default=0)
         pieces = 3 * min(by_device(shared.JACOBIAN_BYTES, work.device), samples * classes * s * widest)
         kept = int(samples * by_device(_KEPT_SHARE, work.device) * work.tail_bytes)

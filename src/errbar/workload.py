@@ -132,10 +132,14 @@ def backward_bytes(work: Workload, samples: int, seeds: int) -> int:
 
 
 def row_bytes(work: Workload, samples: int, seeds: int, tensors: tuple[int, ...] | None = None) -> int:
-    """Bytes of rows of Jacobians, and of the pieces that they were put together from."""
+    """Bytes of rows of Jacobians, and of the pieces that they were put together from.
+
+    Large pieces go back to the system one by one while the rows fill; the largest is there twice while it is copied.
+    """
     each = samples * seeds * work.network_itemsize
     sizes = work.tensors if tensors is None else tensors
-    pieces = sum(size for size in sizes if work.device != "cpu" or size * each < _RETURNED_BYTES)
+    large = [size for size in sizes if work.device == "cpu" and size * each >= _RETURNED_BYTES]
+    pieces = sum(sizes) - sum(large) + max(large, default=0)
     return each * (sum(sizes) + pieces)
 
 
