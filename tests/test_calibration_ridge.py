@@ -109,3 +109,23 @@ def test_intervals_still_cover_after_both_are_fitted() -> None:
         low, high = calibrated(*drawn(redraw)).predict(found.points, seed=redraw).interval(0.8)
         shares.append(float(((low <= found.truth) & (found.truth <= high)).double().mean()))
     assert sum(shares) / len(shares) == pytest.approx(0.8, abs=0.23)
+
+
+def test_a_hard_decision_is_not_taken_for_a_probability() -> None:
+    """Both fitted to few labels that are nearly all right: T must not run to zero, where PMFs have entries of zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, generator=generator)
+    weights = 4 * torch.randn(6, 3, generator=generator)
+    y = (x @ weights).argmax(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 3)
+    with torch.no_grad():
+        model.weight.copy_(weights.T / 3)
+    posterior = errbar.fit(model, [x[:100]], last_layers=1, prior=errbar.Prior(0.5))
+    found = calibrated(posterior, x[100:200], y[100:200])
+    assert found.temperature >= 0.3
+    for seed in range(5):
+        assert math.isfinite(errbar.metrics.nll(found.predict(x[200:], 300, seed).pmf, y[200:]))
+    alone = calibrated(posterior.with_calibration(covariance_scale=0.0), x[100:200], y[100:200], ("temperature",))
+    assert alone.temperature < 0.3

@@ -80,6 +80,7 @@ ORDER = [
     "fields",
     "checks",
     "modes",
+    "compass",
     "memory",
     "files",
     "_linalg",

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
+from errbar.compass import compass
 from errbar.data import Batch, Unpack, checked_labels
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
 from errbar.factored import FactoredLogitGaussian
@@ -40,6 +41,9 @@ _BOUNDS = {"temperature": TEMPERATURE_BOUNDS, "covariance_scale": COVARIANCE_SCA
 # probability. With other draws than those of the search the loss is another one: up to 1e-3 averaged over seeds.
 _LOG_LIKELIHOOD_RATIO = 2.0
 _NEGLIGIBLE_NATS = 8e-4
+# Far below, the softmax of a draw is nearly 0 or 1 and a PMF counts which class wins: a class that no draw favours has
+# probability zero. On held-out data that can look as good as anything; on others the NLL is infinite.
+_LEAST_TEMPERATURE_OF_BOTH = 0.3
 _COARSE_SAMPLES = 100
 # Samples made at a time: on a CPU they should stay in the cache, a GPU wants few large launches.
 _BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
@@ -66,6 +70,7 @@ def calibrate(
     the minimum, but of all T_c whose NLL, with the best T for each, exceeds it by at most min(2/N, 8e-4), N the number
     of held-out samples, the one nearest to 1 (in |ln T_c|): the covariance of theory changes only as far as the data
     insist. "brier" and "ece" take their minimum. By its objective, no result is worse than the T and T_c > 0 before.
+    Together with T_c, T is not taken below 0.3, where PMFs come to count which class wins; alone it may be.
 
     Args:
         posterior: the posterior to calibrate.
@@ -245,6 +250,8 @@ def _search(
 
     lower = torch.tensor([math.log(_BOUNDS[name][0]) for name in names], dtype=torch.float64)
     upper = torch.tensor([math.log(_BOUNDS[name][1]) for name in names], dtype=torch.float64)
+    if names == _NAMES:
+        lower[0] = min(math.log(_LEAST_TEMPERATURE_OF_BOTH), math.log(start["temperature"]))
     # Where the objective is flat or has several minima, the coarse grid decides which one is meant.
     grid = [torch.tensor(p, dtype=torch.float64) for p in _grid(names)]
     coarse = normal[:, :_COARSE_SAMPLES]
@@ -252,7 +259,7 @@ def _search(
     here = torch.tensor([math.log(start[name] or 1.0) for name in names], dtype=torch.float64).clamp(lower, upper)
     point = min([*candidates, here], key=lambda p: value(p, normal))
     if objective.gradient is None:
-        point = _compass(lambda p: value(p, normal), point, lower, upper)
+        point = compass(lambda p: value(p, normal), point, lower, upper)
     else:
         point = _quasi_newton(held_out, objective, names, start, normal, point, lower, upper)
     if on_ridge := objective.is_likelihood and names == _NAMES:
@@ -345,6 +352,8 @@ def _quasi_newton(
     for _ in range(60):
         # A variable that is at its bound and would go beyond stays where it is.
         free = ~(((point <= lower) & (gradient > 0)) | ((point >= upper) & (gradient < 0)))
+        if not bool(gradient.isfinite().all()):
+            break  # a label whose probability is zero in the dtype of results: nothing to go by from here
         if float((gradient * free).abs().max()) < 1e-5:
             break  # what is left to gain, of the order of its square, drowns in the rounding of float32
         direction = -(inverse_curvature @ (gradient * free)) * free
@@ -375,25 +384,9 @@ def _quasi_newton(
     return point
 
 
-def _compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """Step along each axis and diagonal while it helps, then halve the step."""
-    best, step = value(point), 0.5
-    axes = list(torch.eye(len(point), dtype=torch.float64))
-    if len(axes) == 2:
-        axes += [axes[0] + axes[1], axes[0] - axes[1]]
-    while step > 5e-3:
-        trials = [torch.clamp(point + sign * step * axis, lower, upper) for axis in axes for sign in (1, -1)]
-        values = [value(trial) for trial in trials]
-        winner = min(range(len(trials)), key=values.__getitem__)
-        if values[winner] < best:
-            point, best = trials[winner], values[winner]
-        else:
-            step /= 2
-    return point
-
-
 def _warn_at_bound(name: str, bound: float) -> None:
     low, high = _BOUNDS[name]
+    low = max(low, bound) if bound < 1 else low
     warnings.warn(
         f"The best {name.replace('_', ' ')} lies at the edge of the search, {bound:.4g} (searched {low:g} to "
         f"{high:g}): these data do not determine it. More held-out data, or fitting only one of the two, may help.",
