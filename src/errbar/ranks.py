@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -248,3 +249,27 @@ def _shortened(value: Any) -> str:
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def job_of_torchrun(device: torch.device) -> Iterator[None]:
+    """Join the job that torchrun started this process for, and leave it at the end; without torchrun nothing happens.
+
+    Values and CPU tensors go by gloo; tensors of a GPU by NCCL where torch has it.
+    """
+    if not (dist.is_available() and dist.is_torchelastic_launched()) or dist.is_initialized():
+        yield
+        return
+    by_nccl = device.type == "cuda" and dist.is_nccl_available()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"The job of torchrun could not be joined: {error}. Expected its address to be reachable from all ranks."
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
