@@ -59,9 +59,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The device by its name; "auto" is the GPU of this process where there is one, and else the CPU."""
+    """The device by its name; "cuda" is the GPU of this process, "auto" too where there is one, and else the CPU."""
     if name == "auto":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -199,7 +199,9 @@ def label_numbers(values: np.ndarray, classes: Sequence[str] | None, where: obje
 class ParquetRows(Rows):
     """Rows of a .parquet file: x is a column of lists, or all columns of numbers; one row group is held at a time."""
 
-    def __init__(self, path: Path, classes: Sequence[str] | None, transform: Transform | None) -> None:
+    def __init__(
+        self, path: Path, classes: Sequence[str] | None, transform: Transform | None, *, labelled: bool = True
+    ) -> None:
         parquet = extra("pyarrow.parquet", f"Reading {path}", "pyarrow", "parquet")
         self.arrow = extra("pyarrow", f"Reading {path}", "pyarrow", "parquet")
         try:
@@ -208,11 +210,12 @@ class ParquetRows(Rows):
             raise FileError(f"{path} cannot be read: {error}. Expected a .parquet file.") from error
         self.path, self.classes, self.transform = path, classes, transform
         schema = self.file.schema_arrow
-        self.label = next((name for name in _LABEL_COLUMNS if name in schema.names), None)
+        label = next((name for name in _LABEL_COLUMNS if name in schema.names), None)
         self.names = next((name for name in _NAME_COLUMNS if name in schema.names), None)
+        self.label = label if labelled else None
         self.labelled = self.label is not None
         numbers = [field.name for field in schema if _is_number(self.arrow, field.type)]
-        others = [name for name in numbers if name not in (self.label, self.names)]
+        others = [name for name in numbers if name not in (label, self.names)]
         self.features = ["x"] if "x" in schema.names else others
         if not self.features:
             raise DataError(

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -141,5 +142,4 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         more = "" if len(value) <= 8 else f" and {len(value) - 8} more"
         return ", ".join(shown(part) for part in value[:8]) + more
-    # Square brackets are markup to rich, and names may have them.
-    return str(value).replace("[", r"\[")
+    return escape(str(value))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from errbar.commands.images import ImageRows, image_size
 from errbar.commands.named import called, named
 from errbar.commands.rows import ArrayRows, ParquetRows, Rows, Transform, label_numbers, read_arrays
-from errbar.data import to_batch
+from errbar.data import Batch, batches, to_batch
 from errbar.errors import ArgumentError, FileError
 
 # Which arrays of an .npz without x are meant, by what the command does with them.
@@ -76,43 +76,48 @@ class Recorded:
             yield value
 
 
-def source_of(
-    where: str,
-    *,
-    batch_size: int,
-    splits: Sequence[str] = TRAINING,
-    classes: Sequence[str] | None = None,
-    transform: str | None = None,
-    size: str | None = None,
-    labelled: bool = True,
-) -> Source:
-    """Open the data. `classes` are names that are known already; `labelled` says whether labels are of interest."""
-    function: Transform | None = None if transform is None else named(transform, "transform")
-    if function is not None and not callable(function):
-        raise ArgumentError(f"The transform {transform!r} is no callable; expected a function of one sample.")
-    pixels = None if size is None else image_size(size)
-    path, split = _file_and_split(where)
-    if path is None:
-        if function is not None or pixels is not None:
+@dataclass(frozen=True)
+class DataRequest:
+    """The data as they were typed, with the options that say how to read them."""
+
+    where: str
+    batch_size: int
+    transform: str | None = None
+    image_size: str | None = None
+
+    def open(
+        self, splits: Sequence[str], classes: Sequence[str] | None = None, *, labelled: bool = True
+    ) -> Source:
+        """Find the data. `classes` are names that are known already; `labelled` says whether labels are of interest."""
+        transform: Transform | None = None if self.transform is None else named(self.transform, "transform")
+        if transform is not None and not callable(transform):
+            raise ArgumentError(f"The transform {self.transform!r} is no callable; expected a function of one sample.")
+        size = None if self.image_size is None else image_size(self.image_size)
+        path, split = _file_and_split(self.where)
+        known = None if classes is None else tuple(classes)
+        if path is None:
+            self._require_callable()
+            return Source(self.where, None, self.batch_size, known)
+        if path.is_dir():
+            images = ImageRows(path, classes, transform, size, labelled=labelled)
+            return Source(self.where, images, self.batch_size, images.classes)
+        if size is not None:
+            raise ArgumentError(f"The data {path} are no folder of pictures; expected --image-size for these alone.")
+        if path.suffix.lower() == ".parquet":
+            return Source(self.where, ParquetRows(path, classes, transform, labelled=labelled), self.batch_size, known)
+        x, y = read_arrays(path, split, splits)
+        labels = label_numbers(y, classes, path) if y is not None and labelled else None
+        return Source(self.where, ArrayRows(x, labels, transform), self.batch_size, known)
+
+    def _require_callable(self) -> None:
+        if self.transform is not None or self.image_size is not None:
             raise ArgumentError(
-                f"The data {where!r} are made by a callable; expected no --transform and no --image-size for these. "
-                "Let the callable do it."
+                f"The data {self.where!r} are made by a callable; expected no --transform and no --image-size for "
+                "these. Let the callable do it."
             )
-        called_for = named(where, "data")
-        if not callable(called_for):
-            raise ArgumentError(f"The data {where!r} are a {type(called_for).__name__}; expected a callable.")
-        return Source(where, None, batch_size, None if classes is None else tuple(classes))
-    if path.is_dir():
-        images = ImageRows(path, classes, function, pixels, labelled=labelled)
-        return Source(where, images, batch_size, images.classes)
-    if pixels is not None:
-        raise ArgumentError(f"The data {where} are no folder of pictures; expected --image-size for these alone.")
-    known = None if classes is None else tuple(classes)
-    if path.suffix.lower() == ".parquet":
-        return Source(where, ParquetRows(path, classes, function), batch_size, known)
-    x, y = read_arrays(path, split, splits)
-    labels = label_numbers(y, classes, path) if y is not None and labelled else None
-    return Source(where, ArrayRows(x, labels, function), batch_size, known)
+        found = named(self.where, "data")
+        if not callable(found):
+            raise ArgumentError(f"The data {self.where!r} are a {type(found).__name__}; expected a callable.")
 
 
 def _file_and_split(where: str) -> tuple[Path | None, str | None]:
@@ -130,12 +135,11 @@ def _file_and_split(where: str) -> tuple[Path | None, str | None]:
     return path, split
 
 
-def first_inputs(loader: Any, count: int) -> list[Any]:
+def first_inputs(loader: Any, count: int) -> list[Batch]:
     """Batches from the beginning with `count` inputs in all, or as many as there are."""
-    held: list[Any] = []
+    held: list[Batch] = []
     found = 0
-    for value in loader:
-        batch = to_batch(value)
+    for batch in batches(loader):
         held.append(batch.rows(0, count - found))
         found += len(held[-1])
         if found >= count:

@@ -1,0 +1,256 @@
+"""`errbar evaluate`, `outliers` and `plan`: how good a posterior is, what looks wrong, and what would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import errbar
+from errbar._progress import track
+from errbar.commands import options
+from errbar.commands.choices import FisherChoice, PrecisionChoice, SuspicionChoice
+from errbar.commands.models import model_of
+from errbar.commands.posteriors import PosteriorRequest
+from errbar.commands.session import session, table
+from errbar.commands.source import NEW, TRAINING, DataRequest, Recorded
+from errbar.commands.writers import require_format, require_new, writing
+from errbar.data import Batch, batches, checked_labels, count_batches
+from errbar.errors import ArgumentError, DataError
+
+_RESAMPLES = 1000
+# Rows of an output that are made at a time.
+_ROWS = 4096
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
+
+
+def evaluate(
+    posterior: options.PosteriorArgument,
+    data: options.DataArgument,
+    model: options.Model,
+    weights: options.Weights = None,
+    bins: Annotated[int, typer.Option("--bins", min=1, help="Of the expected calibration error.")] = 10,
+    samples: options.Samples = 1000,
+    seed: options.Seed = 0,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 256,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+    progress: options.Progress = True,
+) -> None:
+    """Accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
+    with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
+        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        loader = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes).loader()
+        stream = track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
+        pmfs, labels = _pmfs(loaded.posterior, stream, samples, seed)
+        scores = {name: _scores(pmf, labels, bins, seed) for name, pmf in pmfs.items()}
+        facts = {
+            "inputs": len(labels),
+            "temperature": loaded.posterior.temperature,
+            "covariance_scale": loaded.posterior.covariance_scale,
+            "bins": bins,
+            "scores": scores,
+        }
+        headings = ("", "accuracy", "NLL", "Brier", "ECE", "95 %", "AURC")
+        rows = [
+            (
+                name.replace("_", " "),
+                *(found[key] for key in ("accuracy", "nll", "brier", "ece")),
+                " … ".join(f"{bound:.4f}" for bound in found["ece_interval"]),
+                found["aurc"],
+            )
+            for name, found in scores.items()
+        ]
+        here.answer(facts, table(f"{len(labels):,} inputs", headings, rows))
+
+
+def _pmfs(
+    posterior: errbar.Posterior, stream: Iterator[Batch], samples: int, seed: int
+) -> tuple[dict[str, Float[Tensor, "N M"]], Int[Tensor, "N"]]:
+    """PMFs of the network alone, with error bars as they come, and calibrated where T or T_c is not 1; and labels."""
+    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    T, scale = posterior.temperature, posterior.covariance_scale
+    found: dict[str, list[Tensor]] = {}
+    labels: list[Tensor] = []
+    for batch in stream:
+        gaussian = plain.accurate_logits(batch)
+        size, classes = gaussian.mean.shape
+        labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
+        made = {"network": torch.softmax(gaussian.mean, 1), "before_calibration": gaussian.predict(samples, seed).pmf}
+        if (T, scale) != (1.0, 1.0):
+            made["after_calibration"] = gaussian.tempered(T).scaled(scale).predict(samples, seed).pmf
+        for name, pmf in made.items():
+            found.setdefault(name, []).append(pmf.cpu())
+    if not labels:
+        raise DataError("The data are empty: expected at least one batch.")
+    return {name: torch.cat(parts) for name, parts in found.items()}, torch.cat(labels)
+
+
+def _scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int) -> dict[str, Any]:
+    metrics = errbar.metrics
+    return {
+        "accuracy": metrics.accuracy(pmf, labels),
+        "nll": metrics.nll(pmf, labels),
+        "brier": metrics.brier(pmf, labels),
+        "ece": metrics.ece(pmf, labels, bins),
+        "ece_interval": ece_interval(pmf, labels, bins, seed),
+        "aurc": metrics.aurc(pmf, labels),
+    }
+
+
+def ece_interval(
+    pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int
+) -> tuple[float, float]:
+    """A 95 % interval of the ECE by resampling the inputs: [2 ECE − q₉₇.₅, 2 ECE − q₂.₅], cut off at zero.
+
+    An input adds right_n − confidence_n to its bin, and the ECE of a resample is Σ_j |Σ_{n∈B_j} …|/N. Resampling
+    adds to the ECE what sampling has added to it once already; so its quantiles q are mirrored at the ECE (the basic
+    bootstrap), which takes that off again, rather than taken as they are.
+    """
+    confidence, label = pmf.double().max(1)
+    gap = (label == labels).double() - confidence
+    index = (confidence * bins).long().clamp(0, bins - 1)
+    count = len(gap)
+    generator = torch.Generator().manual_seed(seed)
+    # One resample at a time: all at once would be a thousand times the inputs.
+    drawn = torch.empty(_RESAMPLES, dtype=torch.float64)
+    for resample in range(_RESAMPLES):
+        chosen = torch.randint(count, (count,), generator=generator)
+        drawn[resample] = torch.bincount(index[chosen], gap[chosen], bins).abs().sum() / count
+    ece = errbar.metrics.ece(pmf, labels, bins)
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return max(0.0, 2 * ece - high), max(0.0, 2 * ece - low)
+
+
+def outliers(
+    posterior: options.PosteriorArgument,
+    data: options.DataArgument,
+    model: options.Model,
+    weights: options.Weights = None,
+    by: Annotated[
+        SuspicionChoice | None, typer.Option("--by", help="Without it label-suspicion, where there are labels.")
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="The data were not part of the fit; without it they were.")
+    ] = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many to print.")] = 20,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="All of them, ranked: .jsonl, .csv, .parquet or .npz."),
+    ] = None,
+    samples: options.Samples = 1000,
+    seed: options.Seed = 0,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 256,
+    device: options.Device = "auto",
+    force: options.Force = False,
+    as_json: options.Json = False,
+    progress: options.Progress = True,
+) -> None:
+    """The data ranked by suspicion: unusual inputs, and labels that the model finds hard to believe."""
+    with session("outliers", as_json=as_json, progress=progress, device=device) as here:
+        if output is not None:
+            require_new(output, force)
+            require_format(output)
+        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        source = DataRequest(data, batch_size, transform, image_size).open(TRAINING, loaded.classes)
+        recorded = Recorded(source.loader())
+        scores = errbar.outlier_scores(
+            loaded.posterior, recorded, leave_out=not held_out, samples=samples, seed=seed, progress=here.progress
+        )
+        default = "label_suspicion" if scores.label_suspicion is not None else "mutual_information"
+        chosen = default if by is None else by.value.replace("-", "_")
+        order = scores.ranking(chosen).cpu()
+
+        def columns(rows: Tensor) -> dict[str, Any]:
+            """Columns of the inputs with these numbers."""
+            made: dict[str, Any] = {"input": [source.names(row, 1)[0] for row in rows.tolist()], "number": rows}
+            if scores.label_suspicion is not None:
+                labels = [int(recorded.labels[row]) for row in rows.tolist()]
+                made["label"] = torch.tensor(labels)
+                if loaded.classes is not None:
+                    made["class"] = [loaded.classes[label] for label in labels]
+                made["label_suspicion"] = scores.label_suspicion.cpu()[rows]
+            return made | {
+                "mutual_information": scores.mutual_information.cpu()[rows],
+                "contrast_variance": scores.contrast_variance.cpu()[rows],
+            }
+
+        if output is not None:
+            with writing(output, loaded.classes) as writer:
+                for part in order.split(_ROWS):
+                    writer.add(columns(part))
+        first = {
+            name: values.tolist() if isinstance(values, Tensor) else values
+            for name, values in columns(order[:top]).items()
+        }
+        listed = [dict(zip(first, row, strict=True)) for row in zip(*first.values(), strict=True)]
+        facts = {"inputs": len(order), "by": chosen, "output": output, "outliers": listed}
+        headings = [name.replace("_", " ") for name in first]
+        title = f"The most suspicious of {len(order):,} inputs by {chosen.replace('_', ' ')}"
+        here.answer(facts, table(title, headings, [tuple(row.values()) for row in listed]))
+
+
+def plan(
+    model: options.ModelArgument,
+    data: options.DataArgument,
+    weights: options.Weights = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="BYTES", help="What a fit may take, for example 8GiB.")
+    ] = None,
+    fisher: options.Fisher = FisherChoice.GGN,
+    rank: options.Rank = 100,
+    precision: options.Precision = PrecisionChoice.MODEL,
+    samples: options.Samples = 1000,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 256,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+) -> None:
+    """What each structure and number of layers would cost; the first batch of the data is the example."""
+    with session("plan", as_json=as_json, device=device) as here:
+        limit = None if memory is None else byte_count(memory)
+        source = DataRequest(data, batch_size, transform, image_size).open(TRAINING)
+        network = model_of(model, weights, here.device)
+        example = next(batches(source.loader()), None)
+        if example is None:
+            raise DataError(f"The data {data} are empty: expected at least one batch.")
+        made = errbar.plan(
+            network,
+            example,
+            limit,
+            fisher=fisher.value,
+            rank=rank,
+            precision="float64" if precision is PrecisionChoice.FLOAT64 else None,
+            samples=samples,
+            unpack=_as_call,
+        )
+        best = None if made.best is None else asdict(made.best)
+        here.answer({**asdict(made), "best": best}, str(made))
+
+
+def _as_call(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    return batch.args, batch.kwargs, batch.labels
+
+
+def byte_count(text: str) -> int:
+    """Bytes of a number with a unit.
+
+    >>> byte_count("8GiB"), byte_count("500 MB"), byte_count("1024")
+    (8589934592, 500000000, 1024)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None or float(match[1]) <= 0:
+        raise ArgumentError(f"The memory is {text!r}; expected bytes, for example 8GiB or 500MB.")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
