@@ -1,22 +1,23 @@
 """The command line: `errbar COMMAND`. A command reads its options, calls the library, and prints.
 
-typer and rich are an extra. They are imported inside `application`, so that without them `errbar` says in one
-sentence what to install. (No `from __future__ import annotations` here: typer evaluates the annotations, and
-`typer` itself is known only inside the function.)
+Commands about models and data are in `errbar.commands`. typer and rich are an extra. They are imported inside
+`application`, so that without them `errbar` says in one sentence what to install. (No `from __future__ import
+annotations` here: typer evaluates the annotations, and `typer` itself is known only inside the function.)
 """
 
-import importlib
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from errbar.errors import ArgumentError, ErrbarError, MissingExtraError
+import torch
+
+from errbar.errors import ErrbarError, MissingExtraError
 
 if TYPE_CHECKING:
     import typer
-    from torch import nn
 
     from errbar.storage import FileDescription
 
@@ -26,8 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         application()(args=None if arguments is None else list(arguments), prog_name="errbar")
     except ErrbarError as error:
-        sys.stderr.write(f"errbar: {error}\n")
-        sys.exit(1)
+        _leave(" ".join(str(error).split()))
+    except torch.OutOfMemoryError as error:
+        _leave(
+            f"The device is out of memory: {str(error).splitlines()[0]} Use a smaller --batch-size, or --device cpu."
+        )
+
+
+def _leave(sentence: str) -> None:
+    """All ranks of a job fail with the same sentence, so the first tells it."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"errbar: {sentence}\n")
+    sys.exit(1)
 
 
 def application() -> "typer.Typer":
@@ -40,9 +51,12 @@ def application() -> "typer.Typer":
             f"the command line needs {missing.name}, which is not installed: pip install 'errbar[cli]'."
         ) from missing
 
+    from errbar.commands import assessing, fitting, predicting
+    from errbar.commands.models import model_of
+    from errbar.commands.session import session
+
     app = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         help="Error bars on the class probabilities of neural-network classifiers.",
     )
@@ -97,12 +111,22 @@ def application() -> "typer.Typer":
 
         run(experiment, data=data, output=output, seeds=seeds, quick=quick, device=device, progress=progress, only=only)
 
+    functions: list[Callable[..., None]] = [fitting.fit, fitting.calibrate, predicting.predict, assessing.evaluate]
+    functions += [predicting.fuse, assessing.plan, assessing.outliers, fitting.update, fitting.forget, fitting.merge]
+    for function in functions:
+        app.command()(function)
+
     @app.command()
-    def info(file: Annotated[Path, typer.Argument(help="A file that errbar has written.")]) -> None:
+    def info(
+        file: Annotated[Path, typer.Argument(help="A file that errbar has written.")],
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
+    ) -> None:
         """Print what a file says about itself; only its header is read."""
         from errbar.storage import info
 
-        typer.echo(_table(info(file)))
+        with session("info", as_json=as_json) as here:
+            described = info(file)
+            here.answer(asdict(described), _table(described))
 
     @app.command()
     def verify(
@@ -110,13 +134,18 @@ def application() -> "typer.Typer":
         model: Annotated[
             str | None, typer.Argument(metavar="[PACKAGE.MODULE:CALLABLE]", help="Returns the model of the fit.")
         ] = None,
+        weights: Annotated[
+            Path | None, typer.Option("--weights", metavar="FILE", help="Its weights: .safetensors, .pt, .pth or .th.")
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
     ) -> None:
         """Read and check all of a file, and with a model that the file is about its weights."""
         from errbar.storage import verify
 
-        checked = verify(file, None if model is None else _model(model))
-        about = "" if model is None else f", and about the weights of {model}"
-        typer.echo(f"{_table(checked)}\n{file} is whole{about}.")
+        with session("verify", as_json=as_json) as here:
+            checked = verify(file, None if model is None else model_of(model, weights, here.device))
+            about = "" if model is None else f", and about the weights of {model}"
+            here.answer({**asdict(checked), "whole": True}, f"{_table(checked)}\n{file} is whole{about}.")
 
     return app
 
@@ -124,24 +153,8 @@ def application() -> "typer.Typer":
 def _table(description: "FileDescription") -> str:
     """One line for each thing that a file says about itself."""
     lines = []
-    for field in fields(description):
-        value = getattr(description, field.name)
-        if field.name == "parameters" or isinstance(value, tuple):
-            value = ", ".join(value)
+    for name, value in asdict(description).items():
+        shown: Any = ", ".join(value) if name == "parameters" or isinstance(value, tuple) else value
         if value is not None:
-            lines.append(f"{field.name.replace('_', ' '):<17} {value}")
+            lines.append(f"{name.replace('_', ' '):<17} {shown}")
     return "\n".join(lines)
-
-
-def _model(where: str) -> "nn.Module":
-    """The model that `package.module:callable` returns, or is; modules are looked for in the current folder too."""
-    name, _, attribute = where.partition(":")
-    if not name or not attribute:
-        raise ArgumentError(f"The model is {where!r}; expected package.module:callable, for example project.net:load.")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"The model {where!r} cannot be imported: {error}.") from error
-    return found if hasattr(found, "named_parameters") and not isinstance(found, type) else found()  # type: ignore[no-any-return]

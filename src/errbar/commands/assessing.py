@@ -107,9 +107,7 @@ def _scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed
     }
 
 
-def ece_interval(
-    pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int
-) -> tuple[float, float]:
+def ece_interval(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int) -> tuple[float, float]:
     """A 95 % interval of the ECE by resampling the inputs: [2 ECE − q₉₇.₅, 2 ECE − q₂.₅], cut off at zero.
 
     An input adds right_n − confidence_n to its bin, and the ECE of a resample is Σ_j |Σ_{n∈B_j} …|/N. Resampling
@@ -174,7 +172,7 @@ def outliers(
 
         def columns(rows: Tensor) -> dict[str, Any]:
             """Columns of the inputs with these numbers."""
-            made: dict[str, Any] = {"input": [source.names(row, 1)[0] for row in rows.tolist()], "number": rows}
+            made: dict[str, Any] = {"input": [source.names(row, 1)[0] for row in rows.tolist()]}
             if scores.label_suspicion is not None:
                 labels = [int(recorded.labels[row]) for row in rows.tolist()]
                 made["label"] = torch.tensor(labels)

@@ -102,9 +102,7 @@ def calibrate(
     output: options.Output,
     weights: options.Weights = None,
     objective: Annotated[ObjectiveChoice, typer.Option("--objective", help="What to minimise.")] = ObjectiveChoice.NLL,
-    only: Annotated[
-        ScaleChoice | None, typer.Option("--only", help="Fit this alone; without it both.")
-    ] = None,
+    only: Annotated[ScaleChoice | None, typer.Option("--only", help="Fit this alone; without it both.")] = None,
     samples: options.Samples = 1000,
     seed: options.Seed = 0,
     factors: Annotated[bool, typer.Option("--factors", help="Save the factorisation too: loads at once.")] = False,
@@ -159,9 +157,7 @@ def update(
         discounted = before
         if discount < 1:
             kept = errbar.condition(before.information * discount, before.prior)
-            discounted = kept.with_calibration(
-                temperature=before.temperature, covariance_scale=before.covariance_scale
-            )
+            discounted = kept.with_calibration(temperature=before.temperature, covariance_scale=before.covariance_scale)
         compared = here.together(lambda: first_inputs(source.loader(), _COMPARED))
         after = discounted.update(here.together(source.loader))
         _save(here, after, output, loaded.classes, _change(before, after, compared))
@@ -191,7 +187,9 @@ def forget(
 
 
 def merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="Posteriors or information of the same weights.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES", help="Posteriors or information of the same weights.")
+    ],
     output: options.Output,
     model: Annotated[
         str | None,

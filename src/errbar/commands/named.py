@@ -15,9 +15,7 @@ def named(where: str, what: str) -> Any:
     """What `package.module:attribute` is; `what` says in a sentence what it should have been."""
     name, _, attribute = where.partition(":")
     if not name or not attribute:
-        raise ArgumentError(
-            f"The {what} is {where!r}; expected package.module:callable, for example project.net:load."
-        )
+        raise ArgumentError(f"The {what} is {where!r}; expected package.module:callable, for example project.net:load.")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -41,7 +41,7 @@ class PosteriorRequest:
 
 
 def prior_of(text: str, weight_decay: float | None, information: errbar.Information, progress: bool) -> errbar.Prior:
-    """The prior: a number, one for each module, "evidence" for the best by evidence, or what weight decay amounts to."""
+    """The prior: a number, one for each module, the best by "evidence", or what weight decay amounts to."""
     if weight_decay is not None:
         return errbar.Prior.from_weight_decay(weight_decay, int(information.n_samples))
     if text == "evidence":

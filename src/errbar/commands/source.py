@@ -85,9 +85,7 @@ class DataRequest:
     transform: str | None = None
     image_size: str | None = None
 
-    def open(
-        self, splits: Sequence[str], classes: Sequence[str] | None = None, *, labelled: bool = True
-    ) -> Source:
+    def open(self, splits: Sequence[str], classes: Sequence[str] | None = None, *, labelled: bool = True) -> Source:
         """Find the data. `classes` are names that are known already; `labelled` says whether labels are of interest."""
         transform: Transform | None = None if self.transform is None else named(self.transform, "transform")
         if transform is not None and not callable(transform):
@@ -159,7 +157,9 @@ def class_names(text: str | None) -> tuple[str, ...] | None:
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else text.split(",")
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"The class names in {path} cannot be read: {error}. Expected one name on each line.") from error
+        raise FileError(
+            f"The class names in {path} cannot be read: {error}. Expected one name on each line."
+        ) from error
     names = tuple(line.strip() for line in lines if line.strip())
     if len(set(names)) != len(names) or len(names) < 2:
         raise ArgumentError(f"The class names are {text!r}; expected two or more different names.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shutil
 import tempfile
 import zipfile
@@ -81,44 +80,32 @@ class _JsonLines:
 class _Csv:
     """One line for each input; pmf becomes pmf_0, pmf_1, … or has the names of the classes."""
 
-    def __init__(self, stream: IO[bytes], classes: Sequence[str] | None, folder: Path, stack: ExitStack) -> None:
-        # Closed before the stream below it, so that everything has been handed on when the file takes its name.
-        self.text = io.TextIOWrapper(_Kept(stream), encoding="utf-8", newline="")
-        stack.callback(self.text.close)
-        self.writer = csv.writer(self.text)
-        self.classes = classes
+    def __init__(self, stream: IO[bytes], classes: Sequence[str] | None, *_: Any) -> None:
+        self.stream, self.classes = stream, classes
         self.begun = False
 
     def add(self, columns: Columns) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
         if not self.begun:
-            self.writer.writerow([title for name, values in columns.items() for title in self._titles(name, values)])
+            writer.writerow([title for name, values in columns.items() for title in self._titles(name, values)])
             self.begun = True
-        flat = [shortest(v.reshape(len(v), -1)) if _is_wide(v) else shortest(v) for v in columns.values()]
-        for row in zip(*flat, strict=True):
-            self.writer.writerow([cell for part in row for cell in (part if isinstance(part, list) else [part])])
+        for row in zip(*(shortest(_flat(values)) for values in columns.values()), strict=True):
+            writer.writerow([cell for part in row for cell in (part if isinstance(part, list) else [part])])
+        self.stream.write(text.getvalue().encode())
 
     def finish(self) -> None:
-        self.text.flush()
+        return
 
     def _titles(self, name: str, values: Tensor | Sequence[Any]) -> list[str]:
-        if not _is_wide(values):
+        if not isinstance(values, Tensor) or values.ndim == 1:
             return [name]
-        shape = values.shape[1:]  # type: ignore[union-attr]
-        names = self.classes or [str(number) for number in range(shape[0])]
-        return ["_".join((name, *(names[i] for i in index))) for index in np.ndindex(*shape)]
+        names = self.classes or [str(number) for number in range(values.shape[1])]
+        return ["_".join((name, *(names[i] for i in index))) for index in np.ndindex(*values.shape[1:])]
 
 
-class _Kept(io.RawIOBase):
-    """A stream whose closing is somebody else's business."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.stream = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self.stream.write(data)
+def _flat(values: Tensor | Sequence[Any]) -> Tensor | Sequence[Any]:
+    return values.reshape(len(values), -1) if isinstance(values, Tensor) and values.ndim > 1 else values
 
 
 class _Parquet:
@@ -165,7 +152,8 @@ class _Npz:
     def add(self, columns: Columns) -> None:
         for name, values in columns.items():
             if name not in self.waiting:
-                self.waiting[name] = self.stack.enter_context(tempfile.TemporaryFile(dir=os.path.realpath(self.folder)))
+                file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - the stack closes it
+                self.waiting[name] = self.stack.enter_context(file)
             array = values.detach().cpu().contiguous().numpy() if isinstance(values, Tensor) else np.array(values)
             if array.dtype.kind == "U":
                 # Texts get the width of the longest, which is known at the end; until then they are lines.
@@ -195,13 +183,11 @@ class _Npz:
 
 
 @contextmanager
-def _member(
-    archive: zipfile.ZipFile, name: str, kind: np.dtype[Any], shape: tuple[int, ...]
-) -> Iterator[IO[bytes]]:
+def _member(archive: zipfile.ZipFile, name: str, kind: np.dtype[Any], shape: tuple[int, ...]) -> Iterator[IO[bytes]]:
     # ZipInfo without a time: the same results are the same bytes.
     with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
         described = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(member, described)  # type: ignore[arg-type]
+        np.lib.format.write_array_header_1_0(member, described)
         yield member
 
 
@@ -220,11 +206,9 @@ def shortest(values: Tensor | Sequence[Any]) -> list[Any]:
     exact = array.astype("U32").astype(np.float64)
     if np.isfinite(exact).all():
         return exact.tolist()  # type: ignore[no-any-return]
-    return np.where(np.isfinite(exact), exact.astype(object), None).tolist()  # type: ignore[no-any-return]
-
-
-def _is_wide(values: Tensor | Sequence[Any]) -> bool:
-    return isinstance(values, Tensor) and values.ndim > 1
+    cells = exact.astype(object)
+    cells[~np.isfinite(exact)] = None
+    return cells.tolist()  # type: ignore[no-any-return]
 
 
 _WRITERS: dict[str, Any] = {".jsonl": _JsonLines, ".csv": _Csv, ".parquet": _Parquet, ".npz": _Npz}
