@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 assert "errbar" not in sys.modules, "errbar was imported before its shapes could be checked"
 
 with install_import_hook("errbar", "shapes.check_shapes"):
     import errbar  # noqa: F401
+
+import command_line  # noqa: E402 - it imports errbar, and the hook has to come first
+
+
+@pytest.fixture(scope="module")
+def workspace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    command_line.write_workspace(folder)
+    return folder
+
+
+@pytest.fixture
+def workspace(workspace_folder: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.Workspace:
+    """The folder of `command_line.py` as the current one, with its module importable."""
+    monkeypatch.chdir(workspace_folder)
+    monkeypatch.setattr(sys, "path", [str(workspace_folder), *sys.path])
+    net = importlib.import_module("tiny_net")
+    x = command_line.arrays()
+    parts = [(x[f"x_{name}"], x[f"y_{name}"]) for name in ("train", "validation", "test")]
+    return command_line.Workspace(workspace_folder, net.trained(), net.other(), *parts)

@@ -1,0 +1,245 @@
+"""Mistakes on the command line: one sentence on standard error and exit code 1; usage errors have exit code 2."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import errbar
+from command_line import CLASSES, Workspace, run, said
+from errbar.commands import choices
+from errbar.structures import STRUCTURES
+
+FIT = ["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"]
+MODEL = ["--model", "tiny_net:trained"]
+
+
+@pytest.fixture
+def files(workspace: Workspace) -> Workspace:
+    """A posterior, and files that are wrong in one way each."""
+    if not Path("posterior.safetensors").exists():
+        said(*FIT, "-o", "posterior.safetensors", "--class-names", ",".join(CLASSES))
+        x, y = workspace.train[0].numpy(), workspace.train[1].numpy()
+        np.savez("wide.npz", x=np.zeros((5, 7)))
+        np.savez("labels.npz", x=x, y=y + 5)
+        np.savez("short.npz", x=x, y=y[:-1])
+        np.savez("words.npz", x=x, y=np.array(["dog"] * len(x)))
+        np.savez("unlabelled.npz", x=x)
+        np.savez("empty.npz", x=x[:0])
+        np.savez("objects.npz", x=np.array([{}, {}], dtype=object))
+        np.savez("odd.npz", x=x[:7])
+        Path("text.npz").write_text("not an archive")
+        Path("text.pt").write_text("not weights")
+        Path("data.txt").write_text("text")
+        Path("pictures").mkdir()
+        Path("broken_module.py").write_text("1 / 0\n")
+        torch.save([1, 2], "list.pt")
+        torch.save({"epoch": 3}, "nothing.pt")
+        with open("code.pt", "wb") as stream:
+            pickle.dump(os.getcwd, stream)
+        torch.save(__import__("tiny_net").large().state_dict(), "large.pt")
+        with Path("data.npz").open("rb") as stream:
+            Path("cut.npz").write_bytes(stream.read()[:200])
+    return workspace
+
+
+PREDICT = ["predict", "posterior.safetensors"]
+
+MISTAKES = {
+    "no such model": (["fit", "nowhere:model", "data.npz", "--last-layers", "1"], "cannot be imported"),
+    "no such callable": (["fit", "tiny_net:missing", "data.npz", "--last-layers", "1"], "has no attribute 'missing'"),
+    "no callable at all": (["fit", "tiny_net", "data.npz", "--last-layers", "1"], "expected package.module:callable"),
+    "a module that fails": (["fit", "broken_module:model", "data.npz", "--last-layers", "1"], "ZeroDivisionError"),
+    "a callable with arguments": (["fit", "tiny_net:needs", "data.npz", "--last-layers", "1"], "needs no arguments"),
+    "a callable that fails": (["fit", "tiny_net:breaks", "data.npz", "--last-layers", "1"], "no disk in the drive"),
+    "a number as model": (
+        ["fit", "tiny_net:number", "data.npz", "--last-layers", "1"],
+        "is a int; expected a callable",
+    ),
+    "a callable that returns data": (["fit", "tiny_net:dataset", "data.npz", "--last-layers", "1"], "torch.nn.Module"),
+    "no such data": (["fit", "tiny_net:trained", "nowhere.npz", "--last-layers", "1"], "nowhere.npz do not exist"),
+    "data of another kind": (["fit", "tiny_net:trained", "data.txt", "--last-layers", "1"], "end in '.txt'; expected"),
+    "no such split": (["fit", "tiny_net:trained", "data.npz:dev", "--last-layers", "1"], "expected x_dev"),
+    "no archive": (["fit", "tiny_net:trained", "text.npz", "--last-layers", "1"], "text.npz cannot be read"),
+    "an archive cut off": (["fit", "tiny_net:trained", "cut.npz", "--last-layers", "1"], "cut.npz cannot be read"),
+    "objects": (["fit", "tiny_net:trained", "objects.npz", "--last-layers", "1"], "objects"),
+    "no inputs": (["fit", "tiny_net:trained", "empty.npz", "--last-layers", "1"], "expected at least one input"),
+    "no batches": (["fit", "tiny_net:trained", "tiny_net:empty", "--last-layers", "1"], "data are empty"),
+    "data that are a number": (["fit", "tiny_net:trained", "tiny_net:number", "--last-layers", "1"], "a callable"),
+    "no pictures": (["fit", "tiny_net:trained", "pictures", "--last-layers", "1"], "holds no pictures"),
+    "inputs of another shape": (["fit", "tiny_net:trained", "wide.npz", "--last-layers", "1"], "The model failed on"),
+    "fewer labels than inputs": (["fit", "tiny_net:trained", "short.npz", "--last-layers", "1"], "a label for each"),
+    "labels in words": (["fit", "tiny_net:trained", "words.npz", "--last-layers", "1"], "--class-names"),
+    "labels out of range": (["fit", "tiny_net:trained", "labels.npz", "--last-layers", "1"], "expected 0 to 2"),
+    "no parameters": (["fit", "tiny_net:trained", "data.npz"], "either --last-layers"),
+    "too many layers": (["fit", "tiny_net:trained", "data.npz", "--last-layers", "7"], "last_layers is 7"),
+    "no such parameter": (["fit", "tiny_net:trained", "data.npz", "--parameters", "head"], "head"),
+    "a prior of words": ([*FIT, "--prior", "strong"], "The prior is 'strong'; expected a number"),
+    "a negative prior": ([*FIT, "--prior", "-1"], "prior"),
+    "no such device": ([*FIT, "--device", "abacus"], "The device 'abacus' cannot be used"),
+    "too few class names": ([*FIT, "--class-names", "ant,bee"], "expected 3 printable texts"),
+    "class names twice": ([*FIT, "--class-names", "ant,ant,bee"], "different names"),
+    "pictures that are none": ([*FIT, "--image-size", "32"], "no folder of pictures"),
+    "a size of words": (["fit", "tiny_net:trained", "pictures", "--last-layers", "1", "--image-size", "big"], "'big'"),
+    "a transform to text": ([*FIT, "--transform", "tiny_net:name"], "returned a str"),
+    "no such weights": ([*FIT, "--weights", "nowhere.pt"], "nowhere.pt do not exist"),
+    "weights of another kind": ([*FIT, "--weights", "data.txt"], "expected .safetensors"),
+    "weights that are text": ([*FIT, "--weights", "text.pt"], "text.pt cannot be read"),
+    "weights that are code": ([*FIT, "--weights", "code.pt"], "code.pt cannot be read"),
+    "weights that are a list": ([*FIT, "--weights", "list.pt"], "hold no state dict, but a list"),
+    "weights without weights": ([*FIT, "--weights", "nothing.pt"], "hold no state dict"),
+    "weights of another model": ([*FIT, "--weights", "large.pt"], "are of another model: 0.weight is (9, 4) and not"),
+    "no folder for the output": ([*FIT, "-o", "nowhere/p.safetensors"], "expected a folder"),
+    "a folder as output": ([*FIT, "-o", "pictures"], "is a folder"),
+    "an output that exists": ([*FIT, "-o", "posterior.safetensors"], "exists already"),
+    "another model": ([*PREDICT, "data.npz", "--model", "tiny_net:other"], "other weights"),
+    "no posterior": (["predict", "data.txt", "data.npz", *MODEL], "data.txt"),
+    "no file": (["predict", "nowhere.safetensors", "data.npz", *MODEL], "nowhere.safetensors"),
+    "results of another kind": ([*PREDICT, "data.npz", *MODEL, "-o", "out.xlsx"], "expected .jsonl, .csv"),
+    "risk in words": ([*PREDICT, "data.npz", *MODEL, "--risk", "much"], "The risk threshold is 'much'"),
+    "risk above one": ([*PREDICT, "data.npz", *MODEL, "--risk", "1.5"], "expected a probability"),
+    "risk for other classes": ([*PREDICT, "data.npz", *MODEL, "--risk", "0.1,0.2"], "each of the 3 classes"),
+    "no labels": (["evaluate", "posterior.safetensors", "unlabelled.npz", *MODEL], "Labels are missing"),
+    "another class": (["evaluate", "posterior.safetensors", "words.npz", *MODEL], "label 'dog'; expected one of ant"),
+    "calibration without labels": (["calibrate", "posterior.safetensors", "unlabelled.npz", *MODEL], "Labels are miss"),
+    "more than was seen": (["forget", "posterior.safetensors", "data.npz:validation", *MODEL], "negative information"),
+    "one to fuse": (["fuse", "data.npz", "-p", "posterior.safetensors", *MODEL], "expected two or more"),
+    "frames left over": (
+        ["fuse", "odd.npz", "-p", "posterior.safetensors", *MODEL, "--frames", "5"],
+        "has 2 frames and not 5",
+    ),
+    "models left over": (
+        ["fuse", "data.npz", "-p", "posterior.safetensors", "-p", "posterior.safetensors", *MODEL * 3],
+        "2 posteriors, 3 models",
+    ),
+    "the same file twice": (["merge", "posterior.safetensors", "posterior.safetensors"], "the same information"),
+    "memory in words": (["plan", "tiny_net:trained", "data.npz", "--memory", "plenty"], "expected bytes"),
+    "suspicion without labels": (
+        ["outliers", "posterior.safetensors", "unlabelled.npz", *MODEL, "--by", "label-suspicion"],
+        "needs labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_leaves_no_file(mistake: str, files: Workspace, tmp_path: Path) -> None:
+    arguments, expected = MISTAKES[mistake]
+    needs_output = arguments[0] not in ("evaluate", "plan", "outliers") and "-o" not in arguments
+    suffix = "jsonl" if arguments[0] in ("predict", "fuse") else "safetensors"
+    output = ["-o", str(tmp_path / f"out.{suffix}")] if needs_output else []
+    before = sorted(Path.cwd().iterdir())
+    result = run(*arguments, *output, "--json")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("errbar: ")
+    assert result.err.count("\n") == 1
+    assert expected in result.err
+    assert list(tmp_path.iterdir()) == []
+    assert [path for path in sorted(Path.cwd().iterdir()) if path.name != "__pycache__"] == [
+        path for path in before if path.name != "__pycache__"
+    ]
+
+
+def test_an_output_is_replaced_by_force(files: Workspace, tmp_path: Path) -> None:
+    output = tmp_path / "p.safetensors"
+    output.write_text("before")
+    said(*FIT, "-o", str(output), "--force")
+    assert errbar.info(output).kind == "posterior"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"], "--output"),
+        ([*FIT, "-o", "x", "--structure", "round"], "round"),
+        ([*FIT, "-o", "x", "--fisher", "empirical"], "empirical"),
+        ([*FIT, "-o", "x", "--batch-size", "0"], "0"),
+        ([*FIT, "-o", "x", "--last-layers", "two"], "two"),
+        ([*PREDICT, "data.npz", "-o", "x.csv"], "--model"),
+        (["outliers", "posterior.safetensors", "data.npz", *MODEL, "--by", "taste"], "taste"),
+        (["fit", "--everything"], "--everything"),
+    ],
+)
+def test_usage_errors_have_exit_code_two(arguments: list[str], expected: str, files: Workspace) -> None:
+    result = run(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert expected in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_choices_are_those_of_the_library() -> None:
+    assert {choice.value for choice in choices.StructureChoice} == {*STRUCTURES, "auto"}
+    scores = errbar.OutlierScores.__annotations__
+    assert {choice.value.replace("-", "_") for choice in choices.SuspicionChoice} == set(scores)
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "PIL"])
+def test_without_an_extra_the_sentence_says_what_to_install(
+    package: str, files: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "in.parquet").touch()
+    data, extra = (str(tmp_path / "in.parquet"), "parquet") if package == "pyarrow" else ("pictures", "images")
+    result = run("fit", "tiny_net:trained", data, "--last-layers", "1", "-o", str(tmp_path / "out"))
+    assert result.code == 1
+    assert f"pip install 'errbar[{extra}]'" in result.err
+
+
+# -------------------------------------------------------------------------------------------- processes of their own
+
+
+def environment(**more: str) -> dict[str, str]:
+    source = str(Path(errbar.__file__).parent.parent)
+    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
+
+
+def test_the_shell_completes_commands() -> None:
+    asked = environment(_ERRBAR_COMPLETE="complete_bash", COMP_WORDS="errbar cal", COMP_CWORD="1")
+    command = [sys.executable, "-m", "errbar"]
+    result = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.split() == ["calibrate"]
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command += ["-m", "errbar", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_two_processes_fit_what_one_fits_and_one_of_them_speaks(files: Workspace, tmp_path: Path) -> None:
+    both, alone = tmp_path / "both.safetensors", tmp_path / "alone.safetensors"
+    said(*FIT, "-o", str(alone))
+    result = torchrun(*FIT, "-o", str(both), "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count('"command": "fit"') == 1
+    assert result.stdout.count("\n") == 1
+    first, second = (errbar.load(path, files.model) for path in (both, alone))
+    assert first.information.n_samples == second.information.n_samples == len(files.train[0])
+    torch.testing.assert_close(first.covariance(), second.covariance(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_mistake_of_two_processes_is_told_once(files: Workspace, tmp_path: Path) -> None:
+    result = torchrun("fit", "tiny_net:trained", "wide.npz", "--last-layers", "1", "-o", str(tmp_path / "p"))
+    assert result.returncode == 1
+    assert result.stderr.count("errbar: The model failed on") == 1
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_shared_is_refused_in_several_processes(files: Workspace, tmp_path: Path) -> None:
+    output = tmp_path / "out.csv"
+    result = torchrun("predict", "posterior.safetensors", "data.npz", *MODEL, "-o", str(output))
+    assert result.returncode == 1
+    assert "errbar: errbar predict was started 2 times by torchrun" in result.stderr
+    assert not output.exists()
