@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +41,7 @@ def files(workspace: Workspace) -> Workspace:
         Path("broken_module.py").write_text("1 / 0\n")
         torch.save([1, 2], "list.pt")
         torch.save({"epoch": 3}, "nothing.pt")
-        with open("code.pt", "wb") as stream:
-            pickle.dump(os.getcwd, stream)
+        torch.save(os.getcwd, "code.pt")
         torch.save(__import__("tiny_net").large().state_dict(), "large.pt")
         with Path("data.npz").open("rb") as stream:
             Path("cut.npz").write_bytes(stream.read()[:200])
@@ -92,7 +90,7 @@ MISTAKES = {
     "no such weights": ([*FIT, "--weights", "nowhere.pt"], "nowhere.pt do not exist"),
     "weights of another kind": ([*FIT, "--weights", "data.txt"], "expected .safetensors"),
     "weights that are text": ([*FIT, "--weights", "text.pt"], "text.pt cannot be read"),
-    "weights that are code": ([*FIT, "--weights", "code.pt"], "code.pt cannot be read"),
+    "weights that are code": ([*FIT, "--weights", "code.pt"], "which could run code"),
     "weights that are a list": ([*FIT, "--weights", "list.pt"], "hold no state dict, but a list"),
     "weights without weights": ([*FIT, "--weights", "nothing.pt"], "hold no state dict"),
     "weights of another model": ([*FIT, "--weights", "large.pt"], "are of another model: 0.weight is (9, 4) and not"),
@@ -159,8 +157,8 @@ def test_an_output_is_replaced_by_force(files: Workspace, tmp_path: Path) -> Non
         (["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"], "--output"),
         ([*FIT, "-o", "x", "--structure", "round"], "round"),
         ([*FIT, "-o", "x", "--fisher", "empirical"], "empirical"),
-        ([*FIT, "-o", "x", "--batch-size", "0"], "0"),
-        ([*FIT, "-o", "x", "--last-layers", "two"], "two"),
+        ([*FIT, "-o", "x", "--batch-size", "0"], "--batch-size"),
+        ([*FIT, "-o", "x", "--last-layers", "two"], "--last-layers"),
         ([*PREDICT, "data.npz", "-o", "x.csv"], "--model"),
         (["outliers", "posterior.safetensors", "data.npz", *MODEL, "--by", "taste"], "taste"),
         (["fit", "--everything"], "--everything"),

@@ -65,7 +65,7 @@ def evaluate(
             (
                 name.replace("_", " "),
                 *(found[key] for key in ("accuracy", "nll", "brier", "ece")),
-                " … ".join(f"{bound:.4f}" for bound in found["ece_interval"]),
+                "–".join(f"{bound:.3f}" for bound in found["ece_interval"]),
                 found["aurc"],
             )
             for name, found in scores.items()

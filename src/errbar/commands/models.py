@@ -84,9 +84,14 @@ def _content(path: Path) -> Any:
         if suffix in _PICKLED:
             # weights_only: a file from elsewhere must not be able to run code.
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except pickle.UnpicklingError as error:
         raise FileError(
-            f"The weights {path} cannot be read: {str(error).splitlines()[0]} Expected a state dict, as "
+            f"The weights {path} cannot be read: they are no file of torch, or hold more than tensors and plain "
+            "values, which could run code. Expected a state dict, as torch.save(model.state_dict(), path) writes it."
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise FileError(
+            f"The weights {path} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Expected a state dict, as "
             "torch.save(model.state_dict(), path) writes it."
         ) from error
     raise FileError(f"The weights {path} end in {suffix!r}; expected .safetensors, .pt, .pth or .th.")

@@ -121,7 +121,7 @@ def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) ->
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     made.show_edge, made.padding = False, (0, 1, 0, 0)
     for position, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if position else "left", overflow="fold")
+        made.add_column(heading, justify="right" if position else "left", overflow="fold", no_wrap=not position)
     for row in rows:
         made.add_row(*(shown(cell) for cell in row))
     return made
