@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,25 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 5
     assert "nan" not in printed
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_in_an_empty_folder(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (script,) = (block for block in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "errbar predict" in block)
+    programs, folder = tmp_path / "programs", tmp_path / "folder"
+    programs.mkdir(), folder.mkdir()
+    # These commands as an installed package has them, for whatever Python runs the tests.
+    for name, module in (("errbar", "-m errbar"), ("python", ""), ("torchrun", "-m torch.distributed.run")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+    command = ["sh", "-e", "-c", script]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 897
+    assert (folder / "both.safetensors").exists()
 
 
 def test_every_test_that_the_equations_name_exists() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import struct
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,17 @@ _LABEL_COLUMNS = ("y", "label", "labels", "target")
 _NAME_COLUMNS = ("id", "name")
 
 
-class Rows(Dataset[Row]):
+class Rows(Dataset[Row], ABC):
     """Inputs, and labels where there are any, by their number; subclasses say how to read several at once."""
 
     labelled: bool
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> Row:
         """The batch of these rows: (x,) or (x, labels)."""
-        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Row:
         return tuple(part[0] for part in self.__getitems__([index]))
