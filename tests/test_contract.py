@@ -55,6 +55,7 @@ PUBLIC = {
     "DamagedFileError",
     "DataError",
     "ErrbarError",
+    "ExportError",
     "FileError",
     "ForgetError",
     "LabelError",
@@ -125,6 +126,9 @@ ORDER = [
     "saved_task",
     "checkpoint",
     "information",
+    "export_chain",
+    "export_graph",
+    "export",
     "planner",
     "posterior",
     "fusion",
@@ -303,6 +307,7 @@ def test_defaults_are_those_of_the_contract(function: object, defaults: dict[str
                 "with_prior",
                 "to",
                 "save",
+                "export",
             ],
         ),
         (
@@ -409,6 +414,7 @@ def test_modules_can_be_held_in_the_head() -> None:
 
 def test_importing_the_package_needs_no_extra() -> None:
     extras = ["matplotlib", "sklearn", "typer", "rich", "scipy", "pandas", "hypothesis", "beartype", "curvlinops"]
+    extras += ["onnx", "onnxruntime", "onnxscript"]
     script = f"import sys, errbar; print([name for name in {extras!r} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "[]"

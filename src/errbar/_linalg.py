@@ -26,6 +26,15 @@ def largest_jitter(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 1e-4
 
 
+def jitters(limit: float) -> list[float]:
+    """The shares of the mean diagonal that are tried, the smallest first."""
+    shares, jitter = [], _FIRST_JITTER
+    while jitter <= limit * 1.0001:
+        shares.append(jitter)
+        jitter *= 100
+    return shares
+
+
 def rounding(dtype: torch.dtype) -> float:
     """Relative error of an entry of a sum of many products in `dtype`."""
     return torch.finfo(dtype).eps * (10 if dtype == torch.float64 else 1)
@@ -68,16 +77,11 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
     zero = (matrix == 0).flatten(-2).all(-1)
     lower = torch.where(zero[..., None, None], torch.zeros_like(lower), lower)
     failed = failed.bool() & ~zero
-    jitter, used = _FIRST_JITTER, 0.0
+    used = 0.0
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    while bool(failed.any()):
-        if jitter > limit * 1.0001:
-            raise CovarianceError(
-                f"{name} is not positive semi-definite: adding {limit:.0e} of its mean diagonal still does not "
-                "make it so. Expected a covariance or precision matrix with eigenvalues of zero or more; check "
-                "that the data are finite and the prior precision is not many orders of magnitude below the "
-                "information, or compute with precision='float64'."
-            )
+    for jitter in jitters(limit):
+        if not bool(failed.any()):
+            break
         shifted = matrix + (jitter * scale)[..., None, None] * identity
         attempt, still = torch.linalg.cholesky_ex(shifted)
         solved = failed & ~still.bool()
@@ -85,7 +89,13 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
         if bool(solved.any()):
             used = jitter
         failed = failed & still.bool()
-        jitter *= 100
+    if bool(failed.any()):
+        raise CovarianceError(
+            f"{name} is not positive semi-definite: adding {limit:.0e} of its mean diagonal still does not "
+            "make it so. Expected a covariance or precision matrix with eigenvalues of zero or more; check "
+            "that the data are finite and the prior precision is not many orders of magnitude below the "
+            "information, or compute with precision='float64'."
+        )
     return lower, used
 
 

@@ -65,6 +65,10 @@ class DamagedFileError(FileError):
     """A file is not what was written: cut off, changed, or made to look like a file of errbar."""
 
 
+class ExportError(ErrbarError, ValueError):
+    """A posterior cannot be exported: the graph would need what ONNX or torch.export cannot hold."""
+
+
 class MissingExtraError(ErrbarError, ImportError):
     """An optional dependency is needed and not installed."""
 

@@ -144,7 +144,7 @@ class PerClassFactor:
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, diag v), v_m = hᵀ P_m h: M p²/2 multiplications an input."""
         inner = inner_of(derivative)
-        variance = packed.contract(self._coefficients(inner.dtype), inner.T.contiguous(), None).T
+        variance = packed.contract(self.coefficients(inner.dtype), inner.T.contiguous(), None).T
         return DiagonalLogitGaussian.of(mean, variance.clamp_min(0))
 
     def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
@@ -153,7 +153,8 @@ class PerClassFactor:
         half = _linalg.solve_lower(self.lower, inner.T.expand(len(self.lower), *inner.T.shape))
         return torch.diag_embed((half.mT @ half).permute(1, 2, 0)).permute(0, 2, 1, 3)
 
-    def _coefficients(self, dtype: torch.dtype) -> Float[Tensor, "rows M"]:
+    def coefficients(self, dtype: torch.dtype) -> Float[Tensor, "rows M"]:
+        """The packed coefficients of v_m = Σ_{a≤b} c_abm h_a h_b; made once."""
         with self._lock:
             if dtype not in self._cache:
                 a, b = packed.triangle(self.layer.width, self.lower.device)

@@ -19,6 +19,7 @@ from errbar.checks import Checks
 from errbar.data import Batch, Unpack, input_batch
 from errbar.dense import DenseFactor, DenseSum
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
+from errbar.export import ExportRequest, checked_outputs, checked_path, checked_thresholds, write_export
 from errbar.files import write
 from errbar.information import Information, accumulate_over, collect
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
@@ -228,6 +229,43 @@ class Posterior:
             )
         information = self.information.to(target, moved)
         return replace(self, information=information, factor=self.factor.to(target))
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        example: Any,
+        samples: int = 1000,
+        seed: int = 0,
+        risk: Any = (),
+        draws: str = "random",
+        outputs: Sequence[str] | None = None,
+    ) -> None:
+        """Write an `.onnx` or `.pt2` file that predicts by itself, for any batch size, with T and T_c in it.
+
+        Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
+        thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
+        gives, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front of the
+        selected layers may be anything; these and what follows must be linear layers with activations between them.
+        """
+        checked_path(path)
+        gaussian = self.accurate_logits(example)
+        prediction = gaussian.predict(samples, seed, draws=draws)
+        thresholds = checked_thresholds(risk, prediction)
+        names = checked_outputs(outputs, risk=len(thresholds) > 0)
+        rounded = gaussian.rounded()
+        expected = {
+            "pmf": lambda: prediction.pmf,
+            "std": lambda: prediction.std,
+            "covariance": lambda: prediction.covariance,
+            "logits": lambda: rounded.mean,
+            "logit_covariance": lambda: rounded.covariance,
+        }
+        request = ExportRequest(
+            self.temperature, self.covariance_scale, require_samples(samples), seed, draws, thresholds, names
+        )
+        truth = {name: make() for name, make in expected.items() if name in names}
+        write_export(path, self.information.task, self.factor, self._prepared(example)[1], request, truth)
 
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None

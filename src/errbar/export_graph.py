@@ -1,0 +1,290 @@
+"""From an input to the PMF and its error bars, as one module of elementary operations: what an export is made of.
+
+It computes what `posterior.predict` computes, with the same draws, in the same dtypes, and without anything that a
+graph cannot hold: no automatic differentiation, no library factorisations, no choices by values in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from errbar import _linalg, packed
+from errbar.block import BlockFactor
+from errbar.capture import LinearLayer
+from errbar.dense import DenseFactor
+from errbar.diagonal import DiagonalFactor
+from errbar.eigenbasis import KroneckerFactor
+from errbar.errors import ExportError
+from errbar.export_chain import ChainedNetwork, Term
+from errbar.per_class import PerClassFactor
+from errbar.shared import gathered
+
+# The Cholesky factorisation is written out column by column, about ten operations each.
+MOST_CLASSES = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How the logits are calibrated and sampled: the same for every input."""
+
+    temperature: float
+    covariance_scale: float
+    normal: Float[Tensor, "d K"]
+    thresholds: Float[Tensor, "R M"]
+
+
+class FullCovariance(nn.Module):
+    """P^g = Σ over pairs of layers of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, with P as packed coefficients."""
+
+    def __init__(self, pairs: Mapping[tuple[int, int], Float[Tensor, "rows k"]]) -> None:
+        super().__init__()
+        self.pairs = tuple(pairs)
+        for (x, y), coefficients in pairs.items():
+            self.register_buffer(f"coefficients_{x}_{y}", coefficients)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
+        total: Tensor | None = None
+        for x, y in self.pairs:
+            first, second = terms[x], terms[y]
+            d, e = first.layer.outputs, second.layer.outputs
+            if x == y:
+                a, b = packed.triangle(first.inner.shape[1], first.inner.device)
+                products = first.inner.index_select(1, a) * first.inner.index_select(1, b)
+            else:
+                products = (first.inner[:, :, None] * second.inner[:, None, :]).flatten(1)
+            contracted = products @ self.get_buffer(f"coefficients_{x}_{y}")
+            if x == y:
+                contracted = contracted.index_select(1, packed.unpack_index(d, contracted.device).reshape(-1))
+            part = first.covariance(contracted.reshape(-1, d, e), second)
+            part = part if x == y else part + part.mT
+            total = part if total is None else total + part
+        assert total is not None
+        return _linalg.symmetric(total)
+
+
+class IndependentCovariance(nn.Module):
+    """P^g = Σ_l Ṽ diag(Σ_a v_ia h̃_a²) Ṽᵀ, for parameters that are independent, as they are or in a basis (kron)."""
+
+    def __init__(self, variances: Sequence[Tensor], bases: Sequence[tuple[Tensor, Tensor]] | None) -> None:
+        super().__init__()
+        self.rotated = bases is not None
+        for index, variance in enumerate(variances):
+            self.register_buffer(f"variances_{index}", variance)
+        for index, (outer, inner) in enumerate(bases or ()):
+            self.register_buffer(f"outer_{index}", outer)
+            self.register_buffer(f"inner_{index}", inner)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
+        total: Tensor | None = None
+        for index, term in enumerate(terms):
+            outer, inner = term.outer, term.inner
+            if self.rotated:
+                basis = self.get_buffer(f"outer_{index}")
+                outer = basis if outer is None else outer @ basis
+                inner = inner @ self.get_buffer(f"inner_{index}")
+            deviations = (inner.square() @ self.get_buffer(f"variances_{index}").T).sqrt()
+            half = torch.diag_embed(deviations) if outer is None else outer * deviations[:, None, :]
+            part = half @ half.mT
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+class ClassVariance(nn.Module):
+    """v_m = hᵀ P_m h of a last layer alone whose classes have nothing in common (`errbar.per_class`)."""
+
+    def __init__(self, coefficients: Float[Tensor, "rows M"]) -> None:
+        super().__init__()
+        self.register_buffer("coefficients", coefficients)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M"]:
+        (term,) = terms
+        a, b = packed.triangle(term.inner.shape[1], term.inner.device)
+        products = term.inner.index_select(1, a) * term.inner.index_select(1, b)
+        return (products @ self.get_buffer("coefficients")).clamp_min(0)
+
+
+class OutputVariance(nn.Module):
+    """w_i = Σ_a v_ia h̃_a² of a last layer alone: its logits are independent, as they are or in a basis (kron)."""
+
+    def __init__(self, variances: Float[Tensor, "d p"], inner: Float[Tensor, "p p"] | None) -> None:
+        super().__init__()
+        self.register_buffer("variances", variances)
+        self.register_buffer("inner", inner)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B d"]:
+        (term,) = terms
+        inner = term.inner if self.inner is None else term.inner @ self.inner
+        return inner.square() @ self.get_buffer("variances").T
+
+
+def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[Tensor, "B m m"]:
+    """Lower Cholesky factors, as `_linalg.safe_cholesky` makes them: with the first of the `shares` of its mean
+    diagonal added that makes a matrix positive definite; zero for zero, and NaN where none does.
+
+    All shares are tried at once, column after column: l = a/√a₁₁, and l lᵀ is taken from what is to the right.
+    """
+    size = matrix.shape[-1]
+    identity = torch.eye(size, dtype=matrix.dtype)
+    scale = (matrix * identity).sum((1, 2)) / size
+    added = torch.tensor(shares, dtype=matrix.dtype)[:, None] * scale
+    rest = matrix + added[:, :, None, None] * identity
+    columns: list[Tensor] = []
+    good: Bool[Tensor, "J B"] | None = None
+    for j in range(size):
+        pivot = rest[:, :, 0, 0]
+        positive = pivot > 0
+        good = positive if good is None else good & positive
+        column = rest[:, :, :, 0] / torch.where(positive, pivot, 1.0).sqrt()[:, :, None]
+        columns.append(F.pad(column, (j, 0)))
+        below = column[:, :, 1:]
+        if j + 1 < size:
+            rest = rest[:, :, 1:, 1:] - below[:, :, :, None] * below[:, :, None, :]
+    lower = torch.stack(columns, 3)
+    assert good is not None
+    chosen = torch.full_like(matrix, torch.nan)
+    for j in reversed(range(len(shares))):
+        chosen = torch.where(good[j][:, None, None], lower[j], chosen)
+    # Entries that are exactly zero everywhere stay exactly zero.
+    zero = matrix.abs().amax((1, 2)) == 0
+    return torch.where(zero[:, None, None], 0.0, chosen)
+
+
+class PredictionGraph(nn.Module):
+    """Input → network → terms V ⊗ hᵀ → P^g → samples of the PMF → what they tell.
+
+    `form` is that of P^g: "full", "diagonal" (variances of the logits), or "factored", Q diag(w) Qᵀ with `basis` Q.
+    """
+
+    def __init__(
+        self,
+        network: ChainedNetwork,
+        covariance: nn.Module,
+        draws: Draws,
+        *,
+        form: str,
+        start: Float[Tensor, "M c"] | None,
+        basis: Float[Tensor, "M r"] | None,
+        dtype: torch.dtype,
+        outputs: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.network, self.covariance = network, covariance
+        self.form, self.dtype, self.outputs = form, dtype, tuple(outputs)
+        self.temperature, self.covariance_scale = draws.temperature, draws.covariance_scale
+        self.shares = [0.0, *_linalg.jitters(_linalg.largest_jitter(dtype))]
+        self.register_buffer("normal", draws.normal)
+        self.register_buffer("thresholds", draws.thresholds)
+        self.register_buffer("start", None if start is None else start.to(dtype))
+        self.register_buffer("basis", basis)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
+        output, values = self.network(*args, *kwargs.values())
+        # One logit g is read as the pair (0, g).
+        mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
+        mean = mean / self.temperature
+        made = self.covariance(self.network.terms(values, self.start, self.dtype))
+        made = made / self.temperature**2 * self.covariance_scale
+        samples = torch.softmax(self.sampled_logits(mean - mean.mean(1, keepdim=True), made), 1)
+        pmf = samples.mean(2)
+        results = {"pmf": pmf}
+        if {"std", "covariance"} & set(self.outputs):
+            deviations = samples - pmf[:, :, None]
+            results["std"] = deviations.square().mean(2).sqrt()
+        if "covariance" in self.outputs:
+            results["covariance"] = deviations @ deviations.mT / samples.shape[2]
+        results["logits"] = mean
+        if "logit_covariance" in self.outputs:
+            results["logit_covariance"] = self.full(made).to(mean.dtype)
+        if "risk" in self.outputs:
+            # NaN is above no threshold, and must not look like no risk.
+            unknown = torch.isnan(pmf)[:, None, :]
+            share = torch.stack([(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.thresholds], 1)
+            results["risk"] = torch.where(unknown, torch.nan, share)
+        return {name: results[name] for name in self.outputs}
+
+    def sampled_logits(self, mean: Float[Tensor, "B M"], made: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
+        """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""
+        normal = self.get_buffer("normal")
+        if self.form == "full":
+            basis = _linalg.contrast_basis(mean.shape[1], mean.device)
+            lower = cholesky(_linalg.symmetric(basis.mT @ made.double() @ basis), self.shares)
+            return (basis @ lower).to(mean.dtype) @ normal + mean[:, :, None]
+        scaled = made.clamp_min(0).sqrt().to(mean.dtype)[:, :, None] * normal
+        if self.form == "factored":
+            basis = self.get_buffer("basis")
+            scaled = (basis - basis.mean(0)).to(mean.dtype) @ scaled
+        return scaled + mean[:, :, None]
+
+    def full(self, made: Float[Tensor, "B ..."]) -> Float[Tensor, "B M M"]:
+        """P^g as matrices."""
+        if self.form == "full":
+            return made
+        if self.form == "diagonal":
+            return torch.diag_embed(made)
+        half = self.get_buffer("basis").to(made.dtype) * made.clamp_min(0).sqrt()[:, None, :]
+        return half @ half.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The part of the graph that a structure decides: its module, the form of P^g, its basis, and its draws' size."""
+
+    covariance: nn.Module
+    form: str
+    width: int
+    basis: Float[Tensor, "M r"] | None = None
+
+
+def head(factor: object, layers: Sequence[LinearLayer], dtype: torch.dtype, classes: int, *, identity: bool) -> Head:
+    """What makes P^g of the terms of `layers`, the last first; `identity` for one layer that returns the logits."""
+    if isinstance(factor, PerClassFactor):
+        return Head(ClassVariance(factor.coefficients(dtype)), "diagonal", classes)
+    if isinstance(factor, DiagonalFactor):
+        variances = [gathered(layer, factor.precision).reciprocal().to(dtype) for layer in layers]
+        if identity:
+            return Head(OutputVariance(variances[0], None), "diagonal", classes)
+        return _full(IndependentCovariance(variances, None), classes)
+    if isinstance(factor, KroneckerFactor):
+        held = {basis.layer.name: basis for basis in factor.bases}
+        bases = [held[layer.name] for layer in layers]
+        variances = [basis.variances.to(dtype) for basis in bases]
+        rotations = [(basis.outer.to(dtype), basis.inner.to(dtype)) for basis in bases]
+        if identity:
+            return Head(OutputVariance(variances[0], rotations[0][1]), "factored", classes, bases[0].outer)
+        return _full(IndependentCovariance(variances, rotations), classes)
+    if isinstance(factor, BlockFactor):
+        by_name = {block.name: (block, own) for block, own in zip(factor.blocks, factor.factors, strict=True)}
+        pairs = {}
+        for index, layer in enumerate(layers):
+            block, own = by_name[layer.name]
+            pairs[index, index] = packed.coefficients(own.covariance, block.rebased(layer).positions(), None, dtype)
+        return _full(FullCovariance(pairs), classes)
+    if isinstance(factor, DenseFactor):
+        where = [layer.positions() for layer in layers]
+        pairs = {
+            (x, y): packed.coefficients(factor.covariance, where[x], None if x == y else where[y], dtype)
+            for y in range(len(layers))
+            for x in range(y + 1)
+        }
+        return _full(FullCovariance(pairs), classes)
+    raise ExportError(
+        "A posterior with structure='lowrank' cannot be exported: its prediction differentiates the whole network. "
+        "Expected 'dense', 'block', 'kron' or 'diag'."
+    )
+
+
+def _full(covariance: nn.Module, classes: int) -> Head:
+    if classes > MOST_CLASSES:
+        raise ExportError(
+            f"With {classes} classes a full covariance of the logits cannot be factorised in an exported graph; expected "
+            f"at most {MOST_CLASSES}. Fit the last layer alone (last_layers=1) with fisher='eta', structure='diag' or "
+            "structure='kron', whose logits are sampled without a factorisation."
+        )
+    return Head(covariance, "full", classes - 1)
