@@ -47,7 +47,7 @@ BENCH := .bench-venv
 $(BENCH)/.installed: pyproject.toml constraints.txt bench/requirements-peers.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --constraint constraints.txt torch
-	$(BENCH)/bin/pip install --quiet --constraint constraints.txt scipy --editable .
+	$(BENCH)/bin/pip install --quiet --constraint constraints.txt scipy --editable '.[export]'
 	$(BENCH)/bin/pip install --quiet --no-deps --requirement bench/requirements-peers.txt
 	touch $@
 
@@ -58,6 +58,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/monte_carlo.py
 	$(BENCH)/bin/python -W ignore bench/memory.py
 	$(BENCH)/bin/python bench/distributed.py
+	$(BENCH)/bin/python bench/export.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/drift.py --data $(DATA))
 

@@ -29,6 +29,7 @@ from errbar.prediction import (
     GivenSampler,
     Prediction,
     require_samples,
+    require_seed,
     softmax_over_classes_,
     standard_normal,
 )
@@ -262,7 +263,13 @@ class Posterior:
             "logit_covariance": lambda: rounded.covariance,
         }
         request = ExportRequest(
-            self.temperature, self.covariance_scale, require_samples(samples), seed, draws, thresholds, names
+            self.temperature,
+            self.covariance_scale,
+            require_samples(samples),
+            require_seed(seed),
+            draws,
+            thresholds,
+            names,
         )
         truth = {name: make() for name, make in expected.items() if name in names}
         write_export(path, self.information.task, self.factor, self._prepared(example)[1], request, truth)

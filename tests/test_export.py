@@ -1,0 +1,598 @@
+"""Exported graphs say what `predict` says: in ONNX Runtime, and as torch programs without errbar."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import errbar
+from errbar import _linalg
+from errbar.export_graph import cholesky
+
+NAMES = ["pmf", "std", "covariance", "logits", "logit_covariance", "risk"]
+THRESHOLDS = (0.05, 0.5)
+
+
+def seeded(model: nn.Module, seed: int = 0, scale: float = 1.5) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            width = parameter.shape[-1] if parameter.ndim > 1 else 4
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) / width**0.5)
+    return model
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(inputs, outputs), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+class SmallConvolution(nn.Module):
+    """Convolution, batch norm and pooling in front of two linear layers, with functions in place of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.first = nn.Linear(36, 12)
+        self.dropout = nn.Dropout(0.5)
+        self.last = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.convolution(x))), 2).flatten(1)
+        return self.last(self.dropout(F.relu(self.first(x))))
+
+
+class Keywords(nn.Module):
+    """A model that is called with names, and returns an object with .logits, as those of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Any:
+        pooled = (self.embedding(tokens) * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        return type("Output", (), {"logits": self.head(pooled)})()
+
+
+def by_onnx_runtime(path: Path, **inputs: Tensor) -> dict[str, Tensor]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    found = session.run(names, {name: value.numpy() for name, value in inputs.items()})
+    return {name: torch.as_tensor(value) for name, value in zip(names, found, strict=True)}
+
+
+def by_torch(path: Path, x: Tensor) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.export.load(path).module()(x)
+    return found
+
+
+def require_parity(
+    found: dict[str, Tensor], posterior: errbar.Posterior, x: Any, *, seed: int, samples: int, tolerance: float = 1e-4
+) -> None:
+    prediction, logits = posterior.predict(x, samples, seed), posterior.logits(x)
+    expected = {
+        "pmf": prediction.pmf,
+        "std": prediction.std,
+        "covariance": prediction.covariance,
+        "logits": logits.mean,
+        "logit_covariance": logits.covariance,
+    }
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        scale = value.abs().max().clamp_min(1)
+        torch.testing.assert_close(found[name] / scale, value / scale, rtol=0, atol=tolerance, msg=name)
+    for index, threshold in enumerate(THRESHOLDS):
+        # A sample that rounding takes over the threshold counts as 1/K: samples that near may fall on either side.
+        high, low = prediction.risk(threshold - 1e-5), prediction.risk(threshold + 1e-5)
+        risk = found["risk"][:, index]
+        assert bool(((risk >= low - 1e-6) & (risk <= high + 1e-6)).all())
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "two layers": (lambda: mlp(6, 14, 9, 4), (6,), {"last_layers": 2}),
+    "three layers, eta": (lambda: mlp(6, 7, 5, 4, activation=nn.Tanh), (6,), {"last_layers": 3, "fisher": "eta"}),
+    "convolutions": (SmallConvolution, (1, 8, 8), {"last_layers": 2}),
+    "hundred classes": (lambda: mlp(6, 8, 100), (6,), {"last_layers": 1, "fisher": "eta"}),
+    "last layer, ggn": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1}),
+    "last layer, kron": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1, "structure": "kron"}),
+    "last layer, diag": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1, "structure": "diag"}),
+    "two layers, kron": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "kron"}),
+    "two layers, diag": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "diag"}),
+    "two layers, block": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "block"}),
+    "one logit": (lambda: mlp(6, 8, 1), (6,), {"last_layers": 2}),
+    "a weight without its bias": (lambda: mlp(6, 8, 5), (6,), {"parameters": ["0.weight", "2.bias"]}),
+}
+
+
+def fitted(case: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[errbar.Posterior, tuple[int, ...]]:
+    make, shape, options = CASES[case]
+    model = seeded(make(), seed).to(dtype)
+    x = normal(80, *shape, seed=seed + 1, dtype=dtype)
+    posterior = errbar.fit(model, [x], prior=errbar.Prior(2.0), **options)
+    return posterior.with_calibration(temperature=1.3, covariance_scale=0.6), shape
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_onnx_runtime_says_what_predict_says_for_every_batch_size(case: str, tmp_path: Path) -> None:
+    seed = list(CASES).index(case)
+    posterior, shape = fitted(case, seed)
+    path = tmp_path / "posterior.onnx"
+    posterior.export(path, example=normal(3, *shape), samples=200, seed=seed, risk=THRESHOLDS)
+    for size in (1, 7, 64):
+        x = normal(size, *shape, seed=size)
+        found = by_onnx_runtime(path, x=x)
+        assert list(found) == NAMES
+        require_parity(found, posterior, x, seed=seed, samples=200)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_torch_program_in_float64_says_what_predict_says(case: str, tmp_path: Path) -> None:
+    posterior, shape = fitted(case, 5, torch.float64)
+    path = tmp_path / "posterior.pt2"
+    posterior.export(path, example=normal(1, *shape), samples=50, seed=3, risk=THRESHOLDS)
+    for size in (1, 7):
+        x = normal(size, *shape, seed=size, dtype=torch.float64)
+        require_parity(by_torch(path, x), posterior, x, seed=3, samples=50, tolerance=1e-8)
+
+
+@pytest.mark.slow
+def test_the_head_of_the_paper_in_onnx_runtime(tmp_path: Path) -> None:
+    model = seeded(mlp(64, 100, 40, 10))
+    posterior = errbar.fit(model, [normal(2000, 64)], last_layers=2, prior=errbar.Prior(6.0))
+    assert posterior.information.n_parameters == 4450
+    posterior = posterior.with_calibration(temperature=0.8, covariance_scale=1.7)
+    path = tmp_path / "posterior.onnx"
+    posterior.export(path, example=normal(2, 64), seed=11, risk=THRESHOLDS)
+    for size in (1, 7, 64):
+        x = normal(size, 64, seed=size)
+        require_parity(by_onnx_runtime(path, x=x), posterior, x, seed=11, samples=1000)
+
+
+# ------------------------------------------------------------------------------------------------- the derivative
+
+
+class Between(nn.Module):
+    """Two linear layers with a function between them, and another one behind them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], behind: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.between, self.behind = between, behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.between(self.first(x)))
+        return logits if self.behind is None else self.behind(logits)
+
+
+DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu in place": lambda z: F.relu(z, inplace=True),
+    "leaky relu": F.leaky_relu,
+    "leaky relu, slope": lambda z: F.leaky_relu(z, 0.3, inplace=True),
+    "elu": lambda z: F.elu(z, alpha=0.7),
+    "selu": F.selu,
+    "celu": lambda z: F.celu(z, 1.0),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu by tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "softplus": lambda z: F.softplus(z, beta=2.0),
+    "hardtanh": lambda z: F.hardtanh(z, -0.4, 0.6),
+    "relu6": F.relu6,
+    "dropout": lambda z: F.dropout(z, 0.5, training=False),
+    "flatten": lambda z: torch.flatten(z, 1),
+    "numbers": lambda z: -(2 * z / 3 - 1) + 0.5,
+    "nothing": lambda z: z,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_the_derivative_of_every_function_between_layers_is_written_out(name: str, tmp_path: Path) -> None:
+    model = seeded(Between(DIFFERENTIABLE[name])).double()
+    x = normal(40, 5, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=2)
+    path = tmp_path / "posterior.pt2"
+    posterior.export(path, example=x, samples=20, risk=THRESHOLDS)
+    require_parity(by_torch(path, x), posterior, x, seed=0, samples=20, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "eta"])
+@pytest.mark.parametrize("last_layers", [1, 2])
+def test_logits_that_are_changed_after_the_last_layer(last_layers: int, fisher: str, tmp_path: Path) -> None:
+    model = seeded(Between(F.relu, lambda g: 10 * torch.tanh(g / 10))).double()
+    x = normal(40, 5, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=last_layers, fisher=fisher)
+    path = tmp_path / "posterior.pt2"
+    posterior.export(path, example=x, samples=20, risk=THRESHOLDS)
+    require_parity(by_torch(path, x), posterior, x, seed=0, samples=20, tolerance=1e-8)
+
+
+def test_layers_between_selected_ones_need_not_be_selected(tmp_path: Path) -> None:
+    model = seeded(mlp(5, 6, 4, 3)).double()
+    x = normal(40, 5, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], parameters=["0"])
+    path = tmp_path / "posterior.pt2"
+    posterior.export(path, example=x, samples=20, risk=THRESHOLDS)
+    require_parity(by_torch(path, x), posterior, x, seed=0, samples=20, tolerance=1e-8)
+
+
+# ------------------------------------------------------------------------------------------------ the square root
+
+
+def covariances(*, rank: int, size: int = 6, count: int = 20) -> Tensor:
+    root = normal(count, size, rank, dtype=torch.float64)
+    return root @ root.mT
+
+
+SHARES = [0.0, *_linalg.jitters(1e-9)]
+
+
+def test_the_written_out_factor_is_the_one_of_the_library() -> None:
+    matrix = covariances(rank=9)
+    expected, jitter = _linalg.safe_cholesky(matrix, name="it", limit=1e-9)
+    assert jitter == 0
+    torch.testing.assert_close(cholesky(matrix, SHARES), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(cholesky(matrix[:, :1, :1], SHARES), matrix[:, :1, :1].sqrt())
+
+
+def test_a_singular_covariance_gets_the_least_jitter_that_helps() -> None:
+    matrix = covariances(rank=3)
+    lower = cholesky(matrix, SHARES)
+    scale = matrix.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    torch.testing.assert_close(lower @ lower.mT / scale, matrix / scale, rtol=0, atol=1e-9)
+
+
+def test_a_certain_quantity_has_the_root_zero() -> None:
+    matrix = covariances(rank=9)
+    matrix[3] = 0
+    lower = cholesky(matrix, SHARES)
+    assert bool((lower[3] == 0).all())
+    assert bool((lower[[0, 1, 2, 4]].diagonal(dim1=1, dim2=2) > 0).all())
+
+
+def test_what_is_no_covariance_becomes_nan_and_never_certainty() -> None:
+    matrix = covariances(rank=9)
+    matrix[2] -= 3 * torch.eye(6) * matrix[2].trace()
+    matrix[5, 0, 0] = torch.nan
+    lower = cholesky(matrix, SHARES)
+    assert bool(lower[[2, 5]].isnan().all())
+    assert bool(lower[[0, 1, 3, 4]].isfinite().all())
+
+
+def test_without_parameter_uncertainty_the_graph_is_temperature_scaling(tmp_path: Path) -> None:
+    posterior, shape = fitted("two layers", 0)
+    posterior = posterior.with_calibration(covariance_scale=0.0)
+    path, x = tmp_path / "posterior.onnx", normal(4, *shape)
+    posterior.export(path, example=x, samples=30)
+    found = by_onnx_runtime(path, x=x)
+    torch.testing.assert_close(found["pmf"], torch.softmax(posterior.model(x).detach() / 1.3, 1))
+    assert float(found["std"].max()) < 1e-6
+
+
+def test_frames_that_make_the_posterior_singular_are_exported_too(tmp_path: Path) -> None:
+    """Fewer inputs to the last layer than contrasts: P^g of the first layer alone has not full rank."""
+    model = seeded(mlp(4, 2, 6)).double()
+    x = normal(40, 4, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], parameters=["0"])
+    path = tmp_path / "posterior.pt2"
+    posterior.export(path, example=x, samples=30, risk=THRESHOLDS)
+    assert posterior.predict(x).jitter > 0
+    # Which of two jitters is the first that helps is a matter of rounding: √1e-12 is what it may change.
+    require_parity(by_torch(path, x), posterior, x, seed=0, samples=30, tolerance=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- the file
+
+
+def test_a_torch_program_runs_where_errbar_is_not(tmp_path: Path) -> None:
+    posterior, shape = fitted("convolutions", 2)
+    path, x = tmp_path / "posterior.pt2", normal(7, *shape)
+    posterior.export(path, example=normal(2, *shape), samples=100, risk=THRESHOLDS, seed=4)
+    torch.save(x, tmp_path / "x.pt")
+    script = (
+        "import sys; sys.modules['errbar'] = None\n"
+        "import torch; from pathlib import Path; folder = Path(sys.argv[1])\n"
+        "program = torch.export.load(folder / 'posterior.pt2').module()\n"
+        "torch.save(program(torch.load(folder / 'x.pt')), folder / 'found.pt')\n"
+        "assert not [name for name in sys.modules if name.startswith('errbar.')]\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    require_parity(torch.load(tmp_path / "found.pt"), posterior, x, seed=4, samples=100)
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_model_that_is_called_with_names(ending: str, tmp_path: Path) -> None:
+    model = seeded(Keywords())
+    tokens = torch.randint(0, 11, (40, 4), generator=torch.Generator().manual_seed(0))
+    inputs = {"tokens": tokens, "mask": (tokens > 2).float() + 0.1}
+    posterior = errbar.fit(model, [inputs], last_layers=1)
+    path = tmp_path / f"posterior.{ending}"
+    posterior.export(path, example={name: value[:3] for name, value in inputs.items()}, samples=50, risk=THRESHOLDS)
+    found = by_onnx_runtime(path, **inputs) if ending == "onnx" else torch.export.load(path).module()(**inputs)
+    require_parity(found, posterior, inputs, seed=0, samples=50)
+
+
+@pytest.mark.parametrize("draws", ["antithetic", "sobol"])
+def test_other_draws(draws: str, tmp_path: Path) -> None:
+    posterior, shape = fitted("last layer, kron", 0)
+    path, x = tmp_path / "posterior.pt2", normal(4, *shape)
+    posterior.export(path, example=x, samples=64, seed=2, draws=draws, outputs=["pmf"])
+    found = by_torch(path, x)
+    assert list(found) == ["pmf"]
+    torch.testing.assert_close(found["pmf"], posterior.predict(x, 64, 2, draws=draws).pmf, rtol=0, atol=1e-5)
+    assert float((found["pmf"] - posterior.predict(x, 64, 2).pmf).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_an_input_that_is_not_a_number_has_no_pmf_and_no_risk(ending: str, tmp_path: Path) -> None:
+    posterior, shape = fitted("two layers", 0)
+    path, x = tmp_path / f"posterior.{ending}", normal(4, *shape)
+    posterior.export(path, example=x, samples=30, risk=THRESHOLDS)
+    x[1, 0] = torch.nan
+    found = by_onnx_runtime(path, x=x) if ending == "onnx" else by_torch(path, x)
+    for name in NAMES:
+        assert bool(found[name][1].isnan().all()), name
+        assert bool(found[name][[0, 2, 3]].isfinite().all()), name
+
+
+def test_thresholds_for_each_class(tmp_path: Path) -> None:
+    posterior, shape = fitted("two layers", 0)
+    path, x = tmp_path / "posterior.pt2", normal(6, *shape)
+    limits = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    posterior.export(path, example=x, samples=100, risk=[limits, 0.15], outputs=["risk"])
+    found, prediction = by_torch(path, x)["risk"], posterior.predict(x, 100)
+    assert found.shape == (6, 2, 4)
+    # One sample of the hundred may fall on the other side by rounding.
+    torch.testing.assert_close(found[:, 0], prediction.risk(limits), rtol=0, atol=0.011)
+    torch.testing.assert_close(found[:, 1], prediction.risk(0.15), rtol=0, atol=0.011)
+    assert float((found[:, 0] - found[:, 1]).abs().max()) > 0.05
+
+
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    posterior, shape = fitted("two layers", 0)
+    for ending in ("onnx", "pt2"):
+        posterior.export(tmp_path / f"it.{ending}", example=normal(2, *shape), samples=20, seed=9, risk=0.05)
+    model = onnx.load(tmp_path / "it.onnx")
+    about = {entry.key: json.loads(entry.value) for entry in model.metadata_props if entry.key.startswith("errbar")}
+    assert about["errbar"] == errbar.__version__
+    assert (about["errbar.temperature"], about["errbar.covariance_scale"]) == (1.3, 0.6)
+    assert (about["errbar.samples"], about["errbar.seed"], about["errbar.outputs"]) == (20, 9, NAMES)
+    assert about["errbar.parameters"] == list(posterior.information.parameter_names)
+    kept = {"temperature.json": "", "weights.json": ""}
+    torch.export.load(tmp_path / "it.pt2", extra_files=kept)
+    assert json.loads(kept["temperature.json"]) == 1.3
+    assert json.loads(kept["weights.json"]) == about["errbar.weights"]
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_file_holds_neither_the_example_nor_where_it_was_made(ending: str, tmp_path: Path) -> None:
+    posterior, shape = fitted("two layers", 0)
+    path, x = tmp_path / f"posterior.{ending}", normal(2, *shape)
+    posterior.export(path, example=x, samples=20)
+    content = path.read_bytes()
+    assert x.numpy().tobytes() not in content
+    assert x[0].numpy().tobytes() not in content
+    for place in (Path(errbar.__file__).parent, Path(__file__).parent, tmp_path):
+        assert str(place).encode() not in content
+
+
+def test_the_model_is_not_touched(tmp_path: Path) -> None:
+    posterior, shape = fitted("convolutions", 0)
+    model = posterior.model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    posterior.export(tmp_path / "posterior.onnx", example=normal(2, *shape), samples=20)
+    assert all(part.training and not part._forward_hooks for part in model.modules())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    posterior.predict(normal(2, *shape), samples=20)
+
+
+def test_after_an_update_the_new_covariance_is_exported(tmp_path: Path) -> None:
+    posterior, shape = fitted("two layers", 0)
+    posterior.covariance()
+    updated = posterior.update([normal(3, *shape, seed=8)])
+    path, x = tmp_path / "posterior.onnx", normal(4, *shape)
+    updated.export(path, example=x, samples=100, risk=THRESHOLDS)
+    require_parity(by_onnx_runtime(path, x=x), updated, x, seed=0, samples=100)
+
+
+# -------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.fixture
+def simple() -> errbar.Posterior:
+    return fitted("last layer, ggn", 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"risk": 1.5}, "The risk threshold is 1.5; expected a probability"),
+        ({"risk": [0.1, torch.zeros(3)]}, "expected a probability, or one for each of the 5 classes"),
+        ({"outputs": ["pmf", "mean"]}, r"outputs is \['pmf', 'mean'\]; expected one or more of pmf, std"),
+        ({"outputs": []}, r"outputs is \[\]; expected one or more"),
+        ({"outputs": "risk"}, "outputs has 'risk', and there is no threshold for it"),
+        ({"samples": 0}, "samples is 0; expected a whole number of one or more"),
+        ({"seed": -1}, "seed is -1; expected a whole number"),
+        ({"draws": "latin"}, "draws is 'latin'; expected 'random', 'antithetic' or 'sobol'"),
+    ],
+)
+def test_arguments_that_cannot_be_used(
+    simple: errbar.Posterior, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "posterior.pt2"
+    with pytest.raises(errbar.ArgumentError, match=message):
+        simple.export(path, example=normal(2, 6), **options)
+    assert not path.exists()
+
+
+def test_a_name_that_says_nothing_about_the_format(simple: errbar.Posterior, tmp_path: Path) -> None:
+    with pytest.raises(errbar.ArgumentError, match=r"expected a name that ends in \.onnx or \.pt2"):
+        simple.export(tmp_path / "posterior.pt", example=normal(2, 6))
+
+
+def test_a_folder_that_is_not_there(simple: errbar.Posterior, tmp_path: Path) -> None:
+    with pytest.raises(errbar.FileError, match="expected a folder .* that exists"):
+        simple.export(tmp_path / "nowhere" / "posterior.pt2", example=normal(2, 6))
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
+def test_onnx_files_need_an_extra(
+    simple: errbar.Posterior, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(errbar.MissingExtraError, match=rf"needs {missing}, .*pip install 'errbar\[export\]'"):
+        simple.export(tmp_path / "posterior.onnx", example=normal(2, 6))
+
+
+class Unfollowable(nn.Module):
+    """Two linear layers with what cannot be followed back between them."""
+
+    def __init__(self, forward: Callable[[Tensor, nn.Module, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.way = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x, self.first, self.last)
+
+
+@pytest.mark.parametrize(
+    ("way", "operation"),
+    [
+        (lambda x, first, last: last(torch.softmax(first(x), 1)), "aten.softmax"),
+        (lambda x, first, last: last(x + first(x)), "aten.add.Tensor"),
+        (lambda x, first, last: last(F.layer_norm(first(x), (6,))), "aten.layer_norm"),
+        (lambda x, first, last: last(torch.relu(first(x)) * torch.tanh(first(x))), "more than once|aten.mul.Tensor"),
+        (lambda x, first, last: last(first(x)[:, [1, 0, 2, 3, 4, 5]]), "aten.index"),
+    ],
+)
+def test_what_cannot_be_followed_back_is_named(
+    way: Callable[[Tensor, nn.Module, nn.Module], Tensor], operation: str, tmp_path: Path
+) -> None:
+    model = seeded(Unfollowable(way))
+    posterior = errbar.fit(model, [normal(30, 6)], parameters=["first", "last"])
+    with pytest.raises(errbar.ExportError, match=rf"{operation}|which an exported graph cannot differentiate by"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+    alone = errbar.fit(model, [normal(30, 6)], parameters=["last"])
+    alone.export(tmp_path / "posterior.pt2", example=normal(2, 6), samples=10)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "options"),
+    [
+        (lambda: mlp(6, 8, 3), (6,), {"last_layers": 2, "structure": "lowrank", "rank": 5}),
+        (SmallConvolution, (1, 8, 8), {"last_layers": 4}),
+        (SmallConvolution, (1, 8, 8), {"last_layers": 4, "structure": "kron"}),
+        (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)), (6,), {"last_layers": 2}),
+    ],
+)
+def test_structures_and_layers_without_a_graph(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    posterior = errbar.fit(seeded(make()), [normal(30, *shape)], **options)
+    with pytest.raises(errbar.ExportError, match=r"which an exported graph cannot differentiate by.*last_layers=1"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, *shape))
+
+
+def test_a_layer_that_is_applied_to_tokens(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)))
+    posterior = errbar.fit(model, [normal(30, 2, 5)], last_layers=2)
+    with pytest.raises(errbar.ExportError, match=r"'0'.*the model has aten\.|cannot differentiate by"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 2, 5))
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(mlp(6, 8, 3)).bfloat16(), [normal(30, 6)], last_layers=1)
+    with pytest.raises(errbar.ExportError, match=r"are torch\.bfloat16; expected all of them float32"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+
+
+def test_more_classes_than_a_graph_can_factorise(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(mlp(6, 2, 130)), [normal(30, 6)], last_layers=1)
+    with pytest.raises(errbar.ExportError, match=r"With 130 classes .* expected at most 128.*fisher='eta'"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1.0
+        return self.last(x)
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x if float(x.sum()) > 0 else 2 * x)
+
+
+def test_a_model_that_counts_its_calls(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(Counting()), [normal(30, 6)], last_layers=1)
+    with pytest.raises(errbar.ExportError, match="The model changes its buffers or its inputs when it runs"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+
+
+def test_a_model_that_decides_by_values(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(Deciding()), [normal(30, 6)], last_layers=1)
+    with pytest.raises(errbar.ExportError, match="torch.export cannot make a graph of the model for any batch size"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+
+
+def test_a_graph_that_says_something_else_is_not_written(
+    simple: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "posterior.pt2"
+    path.write_bytes(b"what was there before")
+    monkeypatch.setattr("errbar.export.standard_normal", lambda rows, columns, *_: torch.zeros(rows, columns))
+    with pytest.raises(errbar.ExportError, match=r"The graph and posterior\.predict differ by .* in 'pmf'"):
+        simple.export(path, example=normal(2, 6))
+    assert path.read_bytes() == b"what was there before"
+
+
+def test_weights_that_changed_since_the_fit(simple: errbar.Posterior, tmp_path: Path) -> None:
+    with torch.no_grad():
+        next(simple.model.parameters()).mul_(2)
+    with pytest.raises(errbar.WeightsChangedError, match="weights changed since the fit"):
+        simple.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+
+
+def test_the_inputs_of_a_file_have_a_free_batch_size_and_names(simple: errbar.Posterior, tmp_path: Path) -> None:
+    path = tmp_path / "posterior.onnx"
+    simple.export(path, example=normal(2, 6), samples=10)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (given,) = session.get_inputs()
+    assert given.name == "x"
+    assert isinstance(given.shape[0], str)
+    assert given.shape[1:] == [6]
+    with pytest.raises(Exception, match="Got: 5 Expected: 6"):
+        session.run(None, {"x": np.zeros((2, 5), dtype=np.float32)})
