@@ -190,8 +190,6 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky relu": F.leaky_relu,
     "leaky relu, slope": lambda z: F.leaky_relu(z, 0.3, inplace=True),
     "elu": lambda z: F.elu(z, alpha=0.7),
-    "selu": F.selu,
-    "celu": lambda z: F.celu(z, 1.0),
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
@@ -592,7 +590,7 @@ def test_the_inputs_of_a_file_have_a_free_batch_size_and_names(simple: errbar.Po
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (given,) = session.get_inputs()
     assert given.name == "x"
-    assert isinstance(given.shape[0], str)
+    assert given.shape[0] == "batch"
     assert given.shape[1:] == [6]
     with pytest.raises(Exception, match="Got: 5 Expected: 6"):
         session.run(None, {"x": np.zeros((2, 5), dtype=np.float32)})

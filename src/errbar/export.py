@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,13 +228,14 @@ def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]) -> bytes:
     """The program as the bytes of an ONNX file."""
-    size = sum(value.numel() * value.element_size() for value in program.state_dict.values())
-    if size > _ONNX_LIMIT:
-        raise ExportError(f"The constants take {size:,} bytes; an ONNX file has room for {_ONNX_LIMIT:,}. Use .pt2.")
+    held = sum(value.numel() * value.element_size() for value in program.state_dict.values())
+    if held > _ONNX_LIMIT:
+        raise ExportError(f"The constants take {held:,} bytes; an ONNX file has room for {_ONNX_LIMIT:,}. Use .pt2.")
     try:
-        made = torch.onnx.export(
-            program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False, optimize=True
-        )
+        with _quiet(logging.getLogger("torch.onnx")):
+            made = torch.onnx.export(
+                program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False, optimize=True
+            )
     except Exception as error:
         raise ExportError(
             f"torch.onnx cannot write the model: {' '.join(str(error).split())[:300]}. Expected operations that ONNX has; "
@@ -240,11 +243,27 @@ def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str
         ) from error
     assert made is not None
     proto = made.model_proto
+    free = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param == free:
+                size.dim_param = "batch"
     for name, value in about.items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = (name if name == "errbar" else f"errbar.{name}"), value
     data: bytes = proto.SerializeToString()
     return data
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Without the notes of torch.onnx about packages that it would know more operations of."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _run_by_onnx_runtime(

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 Slope = Callable[[Tensor], Tensor]
 
 _DIFFERENTIATED = (
-    "linear layers, ReLU, LeakyReLU, ELU, Tanh, Sigmoid, SiLU, GELU, Softplus, Hardtanh, Dropout, Identity, Flatten, and "
+    "linear layers, ReLU, ReLU6, LeakyReLU, ELU, Tanh, Sigmoid, SiLU, GELU, Softplus, Hardtanh, Dropout, Identity, Flatten, and "
     "sums and products with numbers"
 )
 
@@ -128,12 +128,8 @@ def batch_shapes(batch: Batch) -> dict[str, Any]:
     def shape(value: Tensor) -> dict[int, Any]:
         return {0: free} if value.ndim > 0 and value.shape[0] == size else {}
 
-    shapes: dict[str, Any] = {}
-    if batch.args:
-        shapes["args"] = tuple(shape(value) for value in batch.args)
-    if batch.kwargs:
-        shapes["kwargs"] = {name: shape(value) for name, value in batch.kwargs.items()}
-    return shapes
+    shapes: dict[str, Any] = {name: shape(value) for name, value in batch.kwargs.items()}
+    return shapes | ({"args": tuple(shape(value) for value in batch.args)} if batch.args else {})
 
 
 def chained(network: Network, layers: Sequence[LinearLayer], batch: Batch) -> ChainedNetwork:
@@ -260,6 +256,8 @@ def _slope(node: Node) -> Slope | None:
     if node.target is aten.hardtanh.default:
         low, high = float(_argument(node, 1, "min_val", -1.0)), float(_argument(node, 2, "max_val", 1.0))
         return lambda z: ((z > low) & (z < high)).to(z.dtype)
+    if node.target is aten.relu6.default:
+        return lambda z: ((z > 0) & (z < 6)).to(z.dtype)
     if node.target is aten.elu.default:
         alpha, scale, inner = (_argument(node, i + 1, ("alpha", "scale", "input_scale")[i], 1.0) for i in range(3))
         return lambda z: scale * torch.where(z > 0, torch.ones_like(z), alpha * inner * torch.exp(inner * z))

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from errbar import _linalg, packed
 from errbar.block import BlockFactor
@@ -128,26 +127,26 @@ def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[T
     """Lower Cholesky factors, as `_linalg.safe_cholesky` makes them: with the first of the `shares` of its mean
     diagonal added that makes a matrix positive definite; zero for zero, and NaN where none does.
 
-    All shares are tried at once, column after column: l = a/√a₁₁, and l lᵀ is taken from what is to the right.
+    All shares are tried at once, column after column: l = a/√a₁₁, and l lᵀ is taken from what remains. A pivot that is
+    not positive makes a root that is not positive, NaN included. Rows above the pivot keep rounding, which touches no
+    row below it and is masked at the end: that takes fewer operations than to cut them off.
     """
     size = matrix.shape[-1]
     identity = torch.eye(size, dtype=matrix.dtype)
     scale = (matrix * identity).sum((1, 2)) / size
     added = torch.tensor(shares, dtype=matrix.dtype)[:, None] * scale
     rest = matrix + added[:, :, None, None] * identity
-    columns: list[Tensor] = []
-    good: Bool[Tensor, "J B"] | None = None
+    columns, roots = [], []
     for j in range(size):
-        pivot = rest[:, :, 0, 0]
-        positive = pivot > 0
-        good = positive if good is None else good & positive
-        column = rest[:, :, :, 0] / torch.where(positive, pivot, 1.0).sqrt()[:, :, None]
-        columns.append(F.pad(column, (j, 0)))
-        below = column[:, :, 1:]
+        column = rest[:, :, :, j]
+        root = column[:, :, j : j + 1].sqrt()
+        column = column / root
+        columns.append(column)
+        roots.append(root)
         if j + 1 < size:
-            rest = rest[:, :, 1:, 1:] - below[:, :, :, None] * below[:, :, None, :]
-    lower = torch.stack(columns, 3)
-    assert good is not None
+            rest = rest - column[:, :, :, None] * column[:, :, None, :]
+    lower = torch.stack(columns, 3) * torch.ones_like(identity).tril()
+    good = (torch.cat(roots, 2) > 0).all(2)
     chosen = torch.full_like(matrix, torch.nan)
     for j in reversed(range(len(shares))):
         chosen = torch.where(good[j][:, None, None], lower[j], chosen)
