@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 
 import errbar
 from errbar import _linalg
+from errbar.data import Batch
+from errbar.export_chain import chained
 from errbar.export_graph import cholesky
 
 NAMES = ["pmf", "std", "covariance", "logits", "logit_covariance", "risk"]
@@ -40,7 +43,7 @@ def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Te
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), activation()]
     return nn.Sequential(*layers[:-1])
 
@@ -132,7 +135,15 @@ def fitted(case: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[er
     return posterior.with_calibration(temperature=1.3, covariance_scale=0.6), shape
 
 
-@pytest.mark.parametrize("case", CASES)
+# An export takes seconds, most of them inside torch: each case is quick in one of the formats and slow in the other.
+IN_ONNX = ("two layers", "convolutions", "hundred classes", "last layer, kron", "last layer, diag")
+
+
+def cases(*, quick: Callable[[str], bool]) -> list[Any]:
+    return [pytest.param(case, marks=() if quick(case) else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", cases(quick=lambda case: case in IN_ONNX))
 def test_onnx_runtime_says_what_predict_says_for_every_batch_size(case: str, tmp_path: Path) -> None:
     seed = list(CASES).index(case)
     posterior, shape = fitted(case, seed)
@@ -145,7 +156,7 @@ def test_onnx_runtime_says_what_predict_says_for_every_batch_size(case: str, tmp
         require_parity(found, posterior, x, seed=seed, samples=200)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(quick=lambda case: case not in IN_ONNX))
 def test_a_torch_program_in_float64_says_what_predict_says(case: str, tmp_path: Path) -> None:
     posterior, shape = fitted(case, 5, torch.float64)
     path = tmp_path / "posterior.pt2"
@@ -205,31 +216,43 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def require_derivatives(model: nn.Module, **selected: Any) -> None:
+    """V ⊗ hᵀ of the chain against the Jacobian of the whole model by automatic differentiation."""
+    x = normal(9, 5, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], **selected)
+    task = posterior.information.task
+    layers = task.way.route.layers
+    chain = chained(task.network, layers, Batch((x,)))
+    output, values = chain(x)
+    torch.testing.assert_close(output, model(x))
+    terms = chain.terms(values, None, torch.float64)
+    assert sorted(term.layer.name for term in terms) == sorted(layer.name for layer in layers)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    truth = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(parameters)
+    for term in terms:
+        name = term.layer.name
+        outer = torch.eye(term.layer.outputs).double() if term.outer is None else term.outer
+        made = outer[..., None] * term.inner[:, None, None, :]
+        expected = torch.cat([truth[f"{name}.weight"], truth[f"{name}.bias"][..., None]], -1)
+        torch.testing.assert_close(made, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_the_derivative_of_every_function_between_layers_is_written_out(name: str, tmp_path: Path) -> None:
-    model = seeded(Between(DIFFERENTIABLE[name])).double()
-    x = normal(40, 5, dtype=torch.float64)
-    posterior = errbar.fit(model, [x], last_layers=2)
-    path = tmp_path / "posterior.pt2"
-    posterior.export(path, example=x, samples=20, risk=THRESHOLDS)
-    require_parity(by_torch(path, x), posterior, x, seed=0, samples=20, tolerance=1e-8)
+def test_the_derivative_of_every_function_between_layers_is_written_out(name: str) -> None:
+    require_derivatives(seeded(Between(DIFFERENTIABLE[name])).double(), last_layers=2)
+
+
+def test_layers_between_selected_ones_need_not_be_selected() -> None:
+    require_derivatives(seeded(mlp(5, 6, 4, 3, activation=nn.Tanh)).double(), parameters=["0", "4"])
 
 
 @pytest.mark.parametrize("fisher", ["ggn", "eta"])
 @pytest.mark.parametrize("last_layers", [1, 2])
 def test_logits_that_are_changed_after_the_last_layer(last_layers: int, fisher: str, tmp_path: Path) -> None:
     model = seeded(Between(F.relu, lambda g: 10 * torch.tanh(g / 10))).double()
+    require_derivatives(model, last_layers=last_layers)
     x = normal(40, 5, dtype=torch.float64)
     posterior = errbar.fit(model, [x], last_layers=last_layers, fisher=fisher)
-    path = tmp_path / "posterior.pt2"
-    posterior.export(path, example=x, samples=20, risk=THRESHOLDS)
-    require_parity(by_torch(path, x), posterior, x, seed=0, samples=20, tolerance=1e-8)
-
-
-def test_layers_between_selected_ones_need_not_be_selected(tmp_path: Path) -> None:
-    model = seeded(mlp(5, 6, 4, 3)).double()
-    x = normal(40, 5, dtype=torch.float64)
-    posterior = errbar.fit(model, [x], parameters=["0"])
     path = tmp_path / "posterior.pt2"
     posterior.export(path, example=x, samples=20, risk=THRESHOLDS)
     require_parity(by_torch(path, x), posterior, x, seed=0, samples=20, tolerance=1e-8)
@@ -288,8 +311,8 @@ def test_without_parameter_uncertainty_the_graph_is_temperature_scaling(tmp_path
     assert float(found["std"].max()) < 1e-6
 
 
-def test_frames_that_make_the_posterior_singular_are_exported_too(tmp_path: Path) -> None:
-    """Fewer inputs to the last layer than contrasts: P^g of the first layer alone has not full rank."""
+def test_logits_with_a_singular_covariance_are_exported_too(tmp_path: Path) -> None:
+    """Two hidden units and six classes: P^g of the first layer alone has rank two."""
     model = seeded(mlp(4, 2, 6)).double()
     x = normal(40, 4, dtype=torch.float64)
     posterior = errbar.fit(model, [x], parameters=["0"])
@@ -452,7 +475,7 @@ def test_a_name_that_says_nothing_about_the_format(simple: errbar.Posterior, tmp
 
 
 def test_a_folder_that_is_not_there(simple: errbar.Posterior, tmp_path: Path) -> None:
-    with pytest.raises(errbar.FileError, match="expected a folder .* that exists"):
+    with pytest.raises(errbar.FileError, match=r"expected a folder .* that exists"):
         simple.export(tmp_path / "nowhere" / "posterior.pt2", example=normal(2, 6))
 
 
@@ -483,7 +506,6 @@ class Unfollowable(nn.Module):
         (lambda x, first, last: last(torch.softmax(first(x), 1)), "aten.softmax"),
         (lambda x, first, last: last(x + first(x)), "aten.add.Tensor"),
         (lambda x, first, last: last(F.layer_norm(first(x), (6,))), "aten.layer_norm"),
-        (lambda x, first, last: last(torch.relu(first(x)) * torch.tanh(first(x))), "more than once|aten.mul.Tensor"),
         (lambda x, first, last: last(first(x)[:, [1, 0, 2, 3, 4, 5]]), "aten.index"),
     ],
 )
@@ -492,7 +514,7 @@ def test_what_cannot_be_followed_back_is_named(
 ) -> None:
     model = seeded(Unfollowable(way))
     posterior = errbar.fit(model, [normal(30, 6)], parameters=["first", "last"])
-    with pytest.raises(errbar.ExportError, match=rf"{operation}|which an exported graph cannot differentiate by"):
+    with pytest.raises(errbar.ExportError, match=rf"selected layers \('first'\) the model has {operation}"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
     alone = errbar.fit(model, [normal(30, 6)], parameters=["last"])
     alone.export(tmp_path / "posterior.pt2", example=normal(2, 6), samples=10)
@@ -505,6 +527,8 @@ def test_what_cannot_be_followed_back_is_named(
         (SmallConvolution, (1, 8, 8), {"last_layers": 4}),
         (SmallConvolution, (1, 8, 8), {"last_layers": 4, "structure": "kron"}),
         (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)), (6,), {"last_layers": 2}),
+        (lambda: Unfollowable(lambda x, first, last: last(first(torch.relu(first(x))))), (6,), {"last_layers": 2}),
+        (lambda: Unfollowable(lambda x, first, last: last(first(x) + first.weight.sum())), (6,), {"last_layers": 2}),
     ],
 )
 def test_structures_and_layers_without_a_graph(
@@ -518,8 +542,15 @@ def test_structures_and_layers_without_a_graph(
 def test_a_layer_that_is_applied_to_tokens(tmp_path: Path) -> None:
     model = seeded(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)))
     posterior = errbar.fit(model, [normal(30, 2, 5)], last_layers=2)
-    with pytest.raises(errbar.ExportError, match=r"'0'.*the model has aten\.|cannot differentiate by"):
+    with pytest.raises(errbar.ExportError, match=r"selected layers \('0'\) the model has aten\.view"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(2, 2, 5))
+
+
+def test_operations_that_onnx_runtime_has_not_in_float64(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(mlp(6, 8, 3, activation=nn.GELU)).double(), [normal(30, 6)], last_layers=2)
+    with pytest.raises(errbar.ExportError, match=r"ONNX Runtime cannot run the graph.*Erf.*expected a float32 model"):
+        posterior.export(tmp_path / "posterior.onnx", example=normal(2, 6), samples=10)
+    assert not (tmp_path / "posterior.onnx").exists()
 
 
 def test_half_precision(tmp_path: Path) -> None:
@@ -562,7 +593,7 @@ def test_a_model_that_counts_its_calls(tmp_path: Path) -> None:
 
 def test_a_model_that_decides_by_values(tmp_path: Path) -> None:
     posterior = errbar.fit(seeded(Deciding()), [normal(30, 6)], last_layers=1)
-    with pytest.raises(errbar.ExportError, match="torch.export cannot make a graph of the model for any batch size"):
+    with pytest.raises(errbar.ExportError, match=r"torch\.export cannot make a graph of the model for any batch size"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
 
 

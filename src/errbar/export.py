@@ -1,7 +1,7 @@
 """A posterior as one file that predicts without errbar: ONNX (`.onnx`) or a program of `torch.export` (`.pt2`).
 
-The file goes from an input to PMF, standard deviations, P^f, logits, P^g and risk. T, T_c and the draws are constants in
-it, the batch size is free, and no Python runs. Before it is written, what it says about the example is compared with
+The file goes from an input to PMF, standard deviations, P^f, logits, P^g and risk. T, T_c and the draws are constants
+in it, the batch size is free, and no Python runs. Before it is written, what it says about the example is compared with
 what `posterior.predict` says.
 """
 
@@ -186,7 +186,9 @@ def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
 def _require_exportable(task: Task, batch: Batch) -> None:
     network = task.network
     if network.device.type != "cpu":
-        raise ExportError(f"The posterior is on {network.device}; expected the CPU. Use posterior.to('cpu').export(...).")
+        raise ExportError(
+            f"The posterior is on {network.device}; expected the CPU. Use posterior.to('cpu').export(...)."
+        )
     if network.input_dtype not in _TOLERANCE:
         kind = "of several dtypes" if network.input_dtype is None else str(network.input_dtype)
         raise ExportError(f"The parameters of the model are {kind}; expected all of them float32, or all float64.")
@@ -221,8 +223,8 @@ def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
         if not error <= limit:
             raise ExportError(
                 f"{who} and posterior.predict differ by {error:.1e} in '{name}' of the example; expected at most "
-                f"{limit:.0e}. Where the prior is weak, that is rounding: fit with precision='float64' or a larger prior "
-                "precision."
+                f"{limit:.0e}. Where the prior is weak, that is rounding: fit with precision='float64' or a larger "
+                "prior precision."
             )
 
 
@@ -238,8 +240,8 @@ def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str
             )
     except Exception as error:
         raise ExportError(
-            f"torch.onnx cannot write the model: {' '.join(str(error).split())[:300]}. Expected operations that ONNX has; "
-            "a .pt2 file has no such limit."
+            f"torch.onnx cannot write the model: {' '.join(str(error).split())[:300]}. Expected operations that ONNX "
+            "has; a .pt2 file has no such limit."
         ) from error
     assert made is not None
     proto = made.model_proto

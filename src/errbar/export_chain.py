@@ -30,8 +30,8 @@ aten = torch.ops.aten
 Slope = Callable[[Tensor], Tensor]
 
 _DIFFERENTIATED = (
-    "linear layers, ReLU, ReLU6, LeakyReLU, ELU, Tanh, Sigmoid, SiLU, GELU, Softplus, Hardtanh, Dropout, Identity, Flatten, and "
-    "sums and products with numbers"
+    "linear layers, ReLU, ReLU6, LeakyReLU, ELU, Tanh, Sigmoid, SiLU, GELU, Softplus, Hardtanh, Dropout, Identity, "
+    "Flatten, and sums and products with numbers"
 )
 
 
@@ -148,7 +148,9 @@ def chained(network: Network, layers: Sequence[LinearLayer], batch: Batch) -> Ch
         ) from error
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-        raise ExportError("The model changes its buffers or its inputs when it runs; expected one that changes nothing.")
+        raise ExportError(
+            "The model changes its buffers or its inputs when it runs; expected one that changes nothing."
+        )
     names = {f"{layer.name}.weight" if layer.name else "weight": layer for layer in layers}
     weights = {
         node: names.get(target.removeprefix("module."))
@@ -220,8 +222,8 @@ def _refused(node: Node, missing: list[LinearLayer]) -> ExportError:
     what = str(node.target) if node.op == "call_function" else "nothing more"
     return ExportError(
         f"On the way back from the logits to the selected layers ({names}) the model has {what}, whose derivative an "
-        f"exported graph cannot take. Expected, for inputs of shape (batch, features), {_DIFFERENTIATED}. Fit the layers "
-        "after it only (last_layers=1), or serve posterior.predict."
+        f"exported graph cannot take. Expected, for inputs of shape (batch, features), {_DIFFERENTIATED}. Fit the "
+        "layers after it only (last_layers=1), or serve posterior.predict."
     )
 
 

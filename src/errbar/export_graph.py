@@ -112,6 +112,8 @@ class ClassVariance(nn.Module):
 class OutputVariance(nn.Module):
     """w_i = Σ_a v_ia h̃_a² of a last layer alone: its logits are independent, as they are or in a basis (kron)."""
 
+    inner: Tensor | None
+
     def __init__(self, variances: Float[Tensor, "d p"], inner: Float[Tensor, "p p"] | None) -> None:
         super().__init__()
         self.register_buffer("variances", variances)
@@ -161,6 +163,8 @@ class PredictionGraph(nn.Module):
     `form` is that of P^g: "full", "diagonal" (variances of the logits), or "factored", Q diag(w) Qᵀ with `basis` Q.
     """
 
+    start: Tensor | None
+
     def __init__(
         self,
         network: ChainedNetwork,
@@ -204,7 +208,9 @@ class PredictionGraph(nn.Module):
         if "risk" in self.outputs:
             # NaN is above no threshold, and must not look like no risk.
             unknown = torch.isnan(pmf)[:, None, :]
-            share = torch.stack([(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.thresholds], 1)
+            share = torch.stack(
+                [(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.get_buffer("thresholds")], 1
+            )
             results["risk"] = torch.where(unknown, torch.nan, share)
         return {name: results[name] for name in self.outputs}
 
@@ -282,8 +288,8 @@ def head(factor: object, layers: Sequence[LinearLayer], dtype: torch.dtype, clas
 def _full(covariance: nn.Module, classes: int) -> Head:
     if classes > MOST_CLASSES:
         raise ExportError(
-            f"With {classes} classes a full covariance of the logits cannot be factorised in an exported graph; expected "
-            f"at most {MOST_CLASSES}. Fit the last layer alone (last_layers=1) with fisher='eta', structure='diag' or "
-            "structure='kron', whose logits are sampled without a factorisation."
+            f"With {classes} classes a full covariance of the logits cannot be factorised in an exported graph; "
+            f"expected at most {MOST_CLASSES}. Fit the last layer alone (last_layers=1) with fisher='eta', "
+            "structure='diag' or structure='kron', whose logits are sampled without a factorisation."
         )
     return Head(covariance, "full", classes - 1)

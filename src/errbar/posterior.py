@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -255,7 +255,7 @@ class Posterior:
         thresholds = checked_thresholds(risk, prediction)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
         rounded = gaussian.rounded()
-        expected = {
+        expected: dict[str, Callable[[], Tensor]] = {
             "pmf": lambda: prediction.pmf,
             "std": lambda: prediction.std,
             "covariance": lambda: prediction.covariance,
