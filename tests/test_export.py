@@ -237,15 +237,18 @@ def require_derivatives(model: nn.Module, **selected: Any) -> None:
         torch.testing.assert_close(made, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_the_derivative_of_every_function_between_layers_is_written_out(name: str) -> None:
     require_derivatives(seeded(Between(DIFFERENTIABLE[name])).double(), last_layers=2)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_layers_between_selected_ones_need_not_be_selected() -> None:
     require_derivatives(seeded(mlp(5, 6, 4, 3, activation=nn.Tanh)).double(), parameters=["0", "4"])
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("fisher", ["ggn", "eta"])
 @pytest.mark.parametrize("last_layers", [1, 2])
 def test_logits_that_are_changed_after_the_last_layer(last_layers: int, fisher: str, tmp_path: Path) -> None:

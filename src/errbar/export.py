@@ -27,7 +27,7 @@ from errbar.atomic import replacing, require_writable_folder, write_all
 from errbar.capture import LinearLayer
 from errbar.data import Batch
 from errbar.errors import ArgumentError, ExportError, MissingExtraError
-from errbar.export_chain import ChainedNetwork, Linear, batch_shapes, chained
+from errbar.export_chain import ChainedNetwork, Linear, chained, exported, named_inputs
 from errbar.export_graph import Draws, PredictionGraph, head
 from errbar.modes import plain_execution
 from errbar.prediction import Prediction, standard_normal
@@ -111,7 +111,6 @@ def write_export(
         # About what is deprecated inside torch, and what later versions will do: nothing that a caller can act on.
         warnings.simplefilter("ignore")
         program = program_of(task, factor, batch, request)
-        inputs = (*batch.args, *batch.kwargs.values())
         _require_agreement(program.module()(*batch.args, **batch.kwargs), expected, "The graph")
         about = {name: json.dumps(value) for name, value in _description(task, request).items()}
         if kind == ".pt2":
@@ -119,9 +118,9 @@ def write_export(
             torch.export.save(program, buffer, extra_files={f"{name}.json": value for name, value in about.items()})
             data = buffer.getvalue()
         else:
-            names = list(batch.kwargs) if batch.kwargs else ["x"]
-            data = _onnx(program, names, request.outputs, about)
-            found = _run_by_onnx_runtime(data, dict(zip(names, inputs, strict=True)), request.outputs)
+            inputs = named_inputs(batch)
+            data = _onnx(program, list(inputs), request.outputs, about)
+            found = _run_by_onnx_runtime(data, inputs, request.outputs)
             if found is not None:
                 _require_agreement(found, expected, "ONNX Runtime")
     with replacing(path) as descriptor:
@@ -152,7 +151,7 @@ def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest)
         dtype=task.dtype,
         outputs=request.outputs,
     )
-    program = torch.export.export(graph.eval(), two.args, two.kwargs, dynamic_shapes=batch_shapes(two), strict=False)
+    program = exported(graph.eval(), two)
     for node in program.graph.nodes:
         # Where in which file of which folder an operation was written: nobody else's business.
         node.meta.pop("stack_trace", None)

@@ -9,6 +9,7 @@ What comes before the first selected layer may be anything that `torch.export` t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
@@ -114,33 +116,40 @@ class _Output(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "B c"]:
         output = self.module(*args, **kwargs)
         logits: Tensor = getattr(output, "logits", output)
         return logits
 
 
-def batch_shapes(batch: Batch) -> dict[str, Any]:
-    """For `torch.export`: the first dimension of what runs over the samples is free, everything else is as it is."""
-    size = len(batch)
+def named_inputs(batch: Batch) -> dict[str, Tensor]:
+    """The inputs of a graph by name: "x", or the names that the model is called with."""
+    return dict(zip(["x"], batch.args, strict=False)) | batch.kwargs
+
+
+def exported(module: nn.Module, batch: Batch) -> ExportedProgram:
+    """A graph of the module in which the number of samples is free, and everything else as it is in the batch."""
+    inputs, size = named_inputs(batch), len(batch)
     free = torch.export.Dim("batch")
+    shapes = {name: {0: free} if t.ndim > 0 and t.shape[0] == size else {} for name, t in inputs.items()}
+    forward = module.forward
 
-    def shape(value: Tensor) -> dict[int, Any]:
-        return {0: free} if value.ndim > 0 and value.shape[0] == size else {}
+    def with_names(*args: Tensor, **kwargs: Tensor) -> Any:
+        return forward(*args, **kwargs)
 
-    shapes: dict[str, Any] = {name: shape(value) for name, value in batch.kwargs.items()}
-    return shapes | ({"args": tuple(shape(value) for value in batch.args)} if batch.args else {})
+    # torch.export reads names from the signature, and cannot have free sizes in what comes as **kwargs.
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    with_names.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in inputs])  # type: ignore[attr-defined]
+    module.forward = with_names
+    return torch.export.export(module, batch.args, batch.kwargs, dynamic_shapes=shapes, strict=False)
 
 
 def chained(network: Network, layers: Sequence[LinearLayer], batch: Batch) -> ChainedNetwork:
     """The network as a graph whose batch size is free, with the steps back to the selected `layers`."""
     module = _Output(replicate(network.module).eval())
     try:
-        program = torch.export.export(
-            module, batch.args, batch.kwargs, dynamic_shapes=batch_shapes(batch), strict=False
-        )
         # Without operations in place, which would overwrite values that the way back needs.
-        program = program.run_decompositions({})
+        program = exported(module, batch).run_decompositions({})
     except Exception as error:
         raise ExportError(
             f"torch.export cannot make a graph of the model for any batch size: {_first_line(error)} Expected a model "
@@ -254,7 +263,7 @@ def _slope(node: Node) -> Slope | None:
         return lambda z: (z > 0).to(z.dtype)
     if node.target is aten.leaky_relu.default:
         slope = float(_argument(node, 1, "negative_slope", 0.01))
-        return lambda z: torch.where(z > 0, 1.0, slope).to(z.dtype)
+        return lambda z: torch.where(z > 0, torch.ones_like(z), slope)
     if node.target is aten.hardtanh.default:
         low, high = float(_argument(node, 1, "min_val", -1.0)), float(_argument(node, 2, "max_val", 1.0))
         return lambda z: ((z > low) & (z < high)).to(z.dtype)
