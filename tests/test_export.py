@@ -117,6 +117,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]
     "convolutions": (SmallConvolution, (1, 8, 8), {"last_layers": 2}),
     "hundred classes": (lambda: mlp(6, 8, 100), (6,), {"last_layers": 1, "fisher": "eta"}),
     "last layer, ggn": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1}),
+    "wide last layer": (lambda: mlp(6, 70, 3), (6,), {"last_layers": 1}),
     "last layer, kron": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1, "structure": "kron"}),
     "last layer, diag": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1, "structure": "diag"}),
     "two layers, kron": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "kron"}),

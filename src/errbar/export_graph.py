@@ -6,6 +6,7 @@ graph cannot hold: no automatic differentiation, no library factorisations, no c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from errbar import _linalg, packed
+from errbar import _linalg, bands, packed
 from errbar.block import BlockFactor
 from errbar.capture import LinearLayer
 from errbar.dense import DenseFactor
@@ -44,20 +45,31 @@ class FullCovariance(nn.Module):
     def __init__(self, pairs: Mapping[tuple[int, int], Float[Tensor, "rows k"]]) -> None:
         super().__init__()
         self.pairs = tuple(pairs)
+        self.starts: dict[tuple[int, int], list[int]] = {}
         for (x, y), coefficients in pairs.items():
-            self.register_buffer(f"coefficients_{x}_{y}", coefficients)
+            width = _triangle_size(len(coefficients)) if x == y else 0
+            if x != y or not bands.suits(width, coefficients.shape[1]):
+                self.register_buffer(f"coefficients_{x}_{y}", coefficients)
+                continue
+            # Many inputs and few outputs: in bands, as for prediction, because the products h_a h_b would be too many.
+            self.starts[x, y] = list(range(0, width, bands.ROWS))
+            for start, band in zip(self.starts[x, y], bands.from_packed(coefficients, width), strict=True):
+                self.register_buffer(
+                    f"coefficients_{x}_{y}_{start}", band.flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
+                )
 
     def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
         total: Tensor | None = None
         for x, y in self.pairs:
             first, second = terms[x], terms[y]
             d, e = first.layer.outputs, second.layer.outputs
-            if x == y:
-                a, b = packed.triangle(first.inner.shape[1], first.inner.device)
-                products = first.inner.index_select(1, a) * first.inner.index_select(1, b)
+            if (x, y) in self.starts:
+                contracted = self._by_bands(x, y, first.inner, d * (d + 1) // 2)
+            elif x == y:
+                contracted = _pairs(first.inner) @ self.get_buffer(f"coefficients_{x}_{y}")
             else:
                 products = (first.inner[:, :, None] * second.inner[:, None, :]).flatten(1)
-            contracted = products @ self.get_buffer(f"coefficients_{x}_{y}")
+                contracted = products @ self.get_buffer(f"coefficients_{x}_{y}")
             if x == y:
                 contracted = contracted.index_select(1, packed.unpack_index(d, contracted.device).reshape(-1))
             part = first.covariance(contracted.reshape(-1, d, e), second)
@@ -65,6 +77,28 @@ class FullCovariance(nn.Module):
             total = part if total is None else total + part
         assert total is not None
         return _linalg.symmetric(total)
+
+    def _by_bands(self, x: int, y: int, inner: Float[Tensor, "B p"], k: int) -> Float[Tensor, "B k"]:
+        """Q_k = Σ_ab coefficient[k, a, b] h_a h_b, as `bands.contract` has it."""
+        total: Tensor | None = None
+        for start in self.starts[x, y]:
+            rows = inner[:, start : start + bands.ROWS]
+            product = inner[:, start:] @ self.get_buffer(f"coefficients_{x}_{y}_{start}")
+            part = (product.reshape(-1, k, rows.shape[1]) * rows[:, None, :]).sum(2)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+def _triangle_size(rows: int) -> int:
+    """p of p(p+1)/2."""
+    return (math.isqrt(8 * rows + 1) - 1) // 2
+
+
+def _pairs(inner: Float[Tensor, "B p"]) -> Float[Tensor, "B rows"]:
+    """h_a h_b for a ≤ b."""
+    a, b = packed.triangle(inner.shape[1], inner.device)
+    return inner.index_select(1, a) * inner.index_select(1, b)
 
 
 class IndependentCovariance(nn.Module):
@@ -104,9 +138,7 @@ class ClassVariance(nn.Module):
 
     def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M"]:
         (term,) = terms
-        a, b = packed.triangle(term.inner.shape[1], term.inner.device)
-        products = term.inner.index_select(1, a) * term.inner.index_select(1, b)
-        return (products @ self.get_buffer("coefficients")).clamp_min(0)
+        return (_pairs(term.inner) @ self.get_buffer("coefficients")).clamp_min(0)
 
 
 class OutputVariance(nn.Module):
