@@ -19,7 +19,10 @@ SOURCE = Path(errbar.__file__).parent
 
 PUBLIC = {
     # values
+    "AbstentionRule",
     "Alarm",
+    "ConformalRule",
+    "Decision",
     "FileDescription",
     "Information",
     "JointLogits",
@@ -32,10 +35,13 @@ PUBLIC = {
     "Prediction",
     "Prior",
     # functions
+    "abstention",
     "calibrate",
     "choose_prior",
     "collect",
     "condition",
+    "conformal",
+    "decide",
     "fit",
     "fuse",
     "fuse_frames",
@@ -100,6 +106,7 @@ ORDER = [
     "shared",
     "layerwise",
     "prediction",
+    "decisions",
     "waiting",
     "agreement",
     "evidence",
@@ -139,6 +146,8 @@ ORDER = [
     "",  # errbar itself: what comes after is the edge, which uses the package as a user does
     "curves",
     "plots",
+    "sklearn",
+    "lightning",
     "experiments",
     "experiments.training",
     "experiments.networks",

@@ -8,6 +8,7 @@ prediction.pmf, prediction.covariance, prediction.risk(0.05)
 
 from errbar import metrics
 from errbar.calibration import calibrate
+from errbar.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
 from errbar.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -44,12 +45,15 @@ from errbar.storage import FileDescription, info, load, merge, verify
 from errbar.version import __version__
 
 __all__ = [
+    "AbstentionRule",
     "Alarm",
     "ArgumentError",
     "CalibrationWarning",
+    "ConformalRule",
     "CovarianceError",
     "DamagedFileError",
     "DataError",
+    "Decision",
     "ErrbarError",
     "ExportError",
     "FileDescription",
@@ -76,10 +80,13 @@ __all__ = [
     "StructureNotice",
     "WeightsChangedError",
     "__version__",
+    "abstention",
     "calibrate",
     "choose_prior",
     "collect",
     "condition",
+    "conformal",
+    "decide",
     "fit",
     "fuse",
     "fuse_frames",

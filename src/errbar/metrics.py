@@ -128,7 +128,8 @@ def _of_label(probability: Float[Tensor, "N M"], truth: Int[Tensor, "N"]) -> Flo
     return probability.gather(1, truth[:, None])[:, 0]
 
 
-def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "N"]]:
+def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
+    """PMFs in float64 on the CPU; `DataError` in words for what is none."""
     probability = torch.as_tensor(pmf).detach().cpu().double()
     if probability.ndim != 2 or probability.shape[0] == 0 or probability.shape[1] < 2:
         raise DataError(
@@ -137,6 +138,11 @@ def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "
         )
     if not _is_pmf(probability):
         raise DataError("PMFs must be zero or more and sum to one in each row; pass probabilities, not logits.")
+    return probability
+
+
+def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "N"]]:
+    probability = checked_pmf(pmf)
     return probability, checked_labels(
         labels, size=len(probability), classes=probability.shape[1], device=probability.device
     )

@@ -225,6 +225,10 @@ class Prediction:
         """√diag P^f, without making P^f."""
         return _over_blocks(self.sampler, lambda f: f.var(2, correction=0).sqrt(), self.sampler.classes)
 
+    def std_of(self, weights: Float[Tensor, "A M"]) -> Float[Tensor, "B A"]:
+        """√(cᵀ P^f c) for each row c of `weights`: the standard deviation of cᵀf, without making P^f."""
+        return _over_blocks(self.sampler, lambda f: (weights @ f).var(2, correction=0).sqrt(), len(weights))
+
     @cached_property
     def label(self) -> Int[Tensor, "B"]:
         """The most likely class."""
