@@ -274,6 +274,10 @@ class Posterior:
         truth = {name: make() for name, make in expected.items() if name in names}
         write_export(path, self.information.task, self.factor, self._prepared(example)[1], request, truth)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles carry the model and the information; the factorisation, which has locks, is made again."""
+        return _restored, (self.information, self.prior, self.temperature, self.covariance_scale)
+
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
     ) -> None:
@@ -302,6 +306,10 @@ class Posterior:
             "factor": small,
         }
         write(path, "posterior", description, tensors)
+
+
+def _restored(information: Information, prior: Prior, temperature: float, covariance_scale: float) -> Posterior:
+    return replace(condition(information, prior), temperature=temperature, covariance_scale=covariance_scale)
 
 
 def _as_json(precision: float | Mapping[str, float]) -> dict[str, Any]:

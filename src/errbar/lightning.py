@@ -1,0 +1,137 @@
+"""`ErrbarCallback`: a posterior at the end of a Lightning training.
+
+    callback = ErrbarCallback(last_layers=2, prior=errbar.Prior(6.0), path="posterior.safetensors")
+    Trainer(callbacks=[callback]).fit(module, train_loader, validation_loader)
+    callback.posterior.predict(x)
+
+Works with `lightning` and with `pytorch_lightning`, whichever is installed. All imports are absolute: `lightning` is
+Lightning here too, and this module is `errbar.lightning`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+import errbar
+from errbar.errors import ArgumentError, MissingExtraError
+
+if find_spec("lightning") is not None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+elif find_spec("pytorch_lightning") is not None:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+else:
+    raise MissingExtraError(
+        "errbar.lightning needs Lightning, which is not installed: pip install lightning, or pytorch-lightning."
+    )
+
+
+class ErrbarCallback(Callback):  # type: ignore[misc]
+    """Fits a posterior when the training ends, calibrates it on the validation data, and keeps it in `.posterior`.
+
+    It is about the weights as they are then, at the end: to have it about the best checkpoint, load that and call
+    `errbar.fit`. With several processes all of them take part, and all have the result.
+
+    Args:
+        network: the name of the submodule that returns logits; None if the LightningModule itself does when called.
+        data: what to fit on; None for the training loader of the trainer. Give it where that loader augments its samples
+            or draws them with replacement.
+        calibration: held-out data; None for the validation loader, if there is one; False for no calibration.
+        path: where to save the posterior, for `errbar.load`; None to not save it.
+        options: `last_layers` or `parameters`, and all else that `errbar.fit` takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: str | None = None,
+        data: Any = None,
+        calibration: Any = None,
+        path: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _require_options(options)
+        self.network = network
+        self.data = data
+        self.calibration = calibration
+        self.path = path
+        self.options = options
+        self._posterior: errbar.Posterior | None = None
+
+    @property
+    def posterior(self) -> errbar.Posterior:
+        """The posterior of the training that ended last."""
+        if self._posterior is None:
+            raise ArgumentError("There is no posterior yet: it is fitted when the training ends. Call trainer.fit first.")
+        return self._posterior
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A wrong name is better found before the training than after it."""
+        if stage == "fit":
+            self._model(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit, calibrate, save: while the network is still on the device that it was trained on."""
+        model = self._model(pl_module)
+        data = _one_loader(trainer.train_dataloader, "data") if self.data is None else self.data
+        posterior = errbar.fit(model, data, **self.options)
+        held_out = self._held_out(trainer)
+        if held_out is not None:
+            shared = {name: self.options[name] for name in ("unpack", "group", "progress") if name in self.options}
+            posterior = errbar.calibrate(posterior, held_out, **shared)
+        self._posterior = posterior
+        if self.path is not None and trainer.is_global_zero:
+            posterior.save(self.path)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The trainer puts the network back on the CPU when it is done; the posterior follows."""
+        if self._posterior is not None:
+            device = next(self._model(pl_module).parameters()).device
+            if device != self._posterior.information.network.device:
+                self._posterior = self._posterior.to(device)
+
+    def _model(self, pl_module: LightningModule) -> nn.Module:
+        if self.network is None:
+            model: nn.Module = pl_module
+            return model
+        try:
+            found: nn.Module = pl_module.get_submodule(self.network)
+        except AttributeError as error:
+            names = ", ".join(name for name, _ in pl_module.named_children())
+            raise ArgumentError(
+                f"network is {self.network!r}, and the LightningModule has no such submodule; it has {names}."
+            ) from error
+        return found
+
+    def _held_out(self, trainer: Trainer) -> Any:
+        if self.calibration is False:
+            return None
+        if self.calibration is not None:
+            return self.calibration
+        return None if not trainer.val_dataloaders else _one_loader(trainer.val_dataloaders, "calibration")
+
+
+def _one_loader(loaders: Any, name: str) -> Any:
+    """The loader, where the trainer has one, alone or in a list; several may be about different things."""
+    if not isinstance(loaders, (list, tuple, dict)):
+        return loaders
+    if len(loaders) == 1:
+        return next(iter(loaders.values() if isinstance(loaders, dict) else loaders))
+    raise ArgumentError(
+        f"The trainer has {len(loaders)} loaders; expected one. Say which to use with ErrbarCallback({name}=loader)."
+    )
+
+
+def _require_options(options: dict[str, Any]) -> None:
+    """A misspelt option is better found before the training than after it."""
+    known = [name for name in inspect.signature(errbar.fit).parameters if name not in ("model", "data")]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ArgumentError(f"ErrbarCallback has no option {unknown[0]!r}; errbar.fit takes {', '.join(known)}.")
+    if (options.get("last_layers") is None) == (options.get("parameters") is None):
+        raise ArgumentError("Which parameters? Expected exactly one of last_layers= and parameters=.")
