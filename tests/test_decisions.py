@@ -159,7 +159,6 @@ def test_the_rule_is_the_last_of_a_sequence_of_binomial_tests(seed: int) -> None
     assert rule.accepted == 0 or rule.bound <= 0.1
 
 
-
 # The error rate at a doubt u, uniform on [0, 1/2]; 0.1 is tolerated.
 ERROR_RATES: dict[str, Callable[[float], float]] = {
     "a little above everywhere": lambda u: 0.101,
@@ -192,7 +191,7 @@ def test_the_promise_of_abstention_holds(name: str, count: int) -> None:
 
 
 def test_rules_accept_much_of_what_may_be_accepted() -> None:
-    """Calibrated doubts: Pr(wrong | doubt < d) = d/2, so all below 0.2 could be accepted; 2000 inputs show most of it."""
+    """Calibrated doubts: Pr(wrong | doubt < d) = d/2, so all below 0.2 could be accepted; 2000 show most of it."""
     generator = torch.Generator().manual_seed(3)
     doubt = torch.rand(2000, generator=generator, dtype=torch.float64) / 2
     wrong = torch.rand(2000, generator=generator, dtype=torch.float64) < doubt
@@ -320,7 +319,11 @@ def test_sets_of_an_input_do_not_depend_on_the_inputs_beside_it() -> None:
         (lambda: errbar.abstention(prediction(), [0] * 6, risk=0), errbar.ArgumentError, "risk is 0; expected a num"),
         (lambda: errbar.abstention(prediction(), [0] * 6, delta=1.0), errbar.ArgumentError, "delta is 1.0; expected"),
         (lambda: errbar.conformal(prediction(), [0] * 6, level=90), errbar.ArgumentError, "level is 90; expected a n"),
-        (lambda: errbar.conformal(prediction(), [0] * 6, score="raps"), errbar.ArgumentError, "expected 'aps' or 'lac'"),
+        (
+            lambda: errbar.conformal(prediction(), [0] * 6, score="raps"),
+            errbar.ArgumentError,
+            "expected 'aps' or 'lac'",
+        ),
         (lambda: errbar.conformal(torch.randn(6, 4), [0] * 6), errbar.DataError, "pass probabilities, not logits"),
         (
             lambda: errbar.conformal(prediction(), [0] * 6).sets(prediction(classes=3)),

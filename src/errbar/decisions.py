@@ -1,8 +1,8 @@
 """What to do with a PMF: the action of least expected loss, when to abstain, and sets that hold the class.
 
-`decide` needs nothing but a prediction and what mistakes cost, and is as right as the PMF is. The two others are chosen on
-held-out data, and promise something whatever the PMF is worth, as long as the held-out inputs and those to come are
-independent draws from one distribution:
+`decide` needs nothing but a prediction and what mistakes cost, and is as right as the PMF is. The two others are
+chosen on held-out data, and promise something whatever the PMF is worth, as long as the held-out inputs and those to
+come are independent draws from one distribution:
 - `abstention`: among the inputs that it accepts, at most a share `risk` is wrong; with probability 1 − `delta` over the
   held-out data. Fixed-sequence testing with exact binomial p-values (Angelopoulos, Bates, Candès, Jordan and Lei,
   *Learn then Test*, arXiv 2110.01052).
@@ -81,7 +81,7 @@ def decide(prediction: Prediction, cost: Any) -> Decision:
 def _checked_cost(cost: Any, pmf: Float[Tensor, "B M"]) -> Float[Tensor, "A M"]:
     classes = pmf.shape[1]
     try:
-        costs = torch.as_tensor(cost).to(device=pmf.device, dtype=pmf.dtype)
+        costs = torch.as_tensor(cost, dtype=pmf.dtype, device=pmf.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             f"cost is a {type(cost).__name__} that is no matrix of numbers; expected (actions, {classes})."
@@ -103,8 +103,8 @@ def _checked_cost(cost: Any, pmf: Float[Tensor, "B M"]) -> Float[Tensor, "A M"]:
 class AbstentionRule:
     """Accept an input while the doubt about its most likely class, 1 − max_m f̂_m, is below `threshold`; else abstain.
 
-    Of `held_out` inputs `accepted` were accepted, and `wrong` of these were wrong. A rule that accepts nothing (threshold
-    0) says that no share of the held-out inputs could be shown to be right often enough.
+    Of `held_out` inputs `accepted` were accepted, and `wrong` of these were wrong. A rule that accepts nothing
+    (threshold 0) says that no share of the held-out inputs could be shown to be right often enough.
     """
 
     threshold: float
@@ -140,17 +140,17 @@ def abstention(prediction: Any, labels: Any, *, risk: float = 0.05, delta: float
     """The rule that accepts most, such that with probability 1 − delta at most a share `risk` of the accepted is wrong.
 
     P{ Pr(y ≠ ŷ | accepted) ≤ risk } ≥ 1 − delta, the outer probability over the held-out data. The held-out inputs are
-    put in the order of their doubt. For j = j₀, j₀ + 1, … the j least doubtful are looked at, of which W_j are wrong, and
-    the hypothesis that the rule "doubt below that of number j + 1" errs more often than `risk` is rejected if
+    put in the order of their doubt. For j = j₀, j₀ + 1, … the j least doubtful are looked at, of which W_j are wrong,
+    and the hypothesis that the rule "doubt below that of number j + 1" errs more often than `risk` is rejected if
     Pr{Bin(j, risk) ≤ W_j} ≤ delta. The first that is not rejected ends it; the last rejected is the rule.
     j₀ = ⌈ln delta / ln(1 − risk)⌉ is the least number of which none being wrong is enough.
 
-    *Why nothing is paid for testing many.* Let A be the doubts d with error rate ρ(d) = Pr(wrong | doubt < d) > risk. A
-    mistake needs the first j whose threshold is in A to be rejected. If that is j₀, given its threshold the j₀ below are
-    independent draws with error rate ρ > risk. If it is later, ρ = risk where A begins and ends, so between two such
-    points the error rate is `risk` on average, in A and outside; that j is the first is an event about how many inputs
-    lie in each piece; given these numbers W_j ~ Bin(j, risk). In both cases it is rejected with probability delta at
-    most. No monotony of ρ is needed; that doubts have a density is. Equal doubts are taken together.
+    *Why nothing is paid for testing many.* Let A be the doubts d with error rate ρ(d) = Pr(wrong | doubt < d) > risk.
+    A mistake needs the first j whose threshold is in A to be rejected. If that is j₀, given its threshold the j₀ below
+    are independent draws with error rate ρ > risk. If it is later: ρ = risk where a piece of A begins and ends, so the
+    error rate within each piece, and between two of them, is `risk` on average; that j is the first is an event about
+    how many inputs lie in each; given these numbers W_j ~ Bin(j, risk). In both cases it is rejected with probability
+    delta at most. ρ need not be monotone, but doubts must have a density. Equal doubts are accepted together.
 
     Args:
         prediction: a Prediction of held-out inputs, or their PMFs (N, M).
@@ -164,24 +164,20 @@ def abstention(prediction: Any, labels: Any, *, risk: float = 0.05, delta: float
     least = math.ceil(math.log(delta) / math.log1p(-risk))
     if len(pmf) < least:
         raise DataError(
-            f"There are {len(pmf)} held-out inputs; expected {least} or more: with fewer, an error rate of {risk:g} could "
-            f"not be excluded at delta {delta:g} even if all were right. Take more, or a larger risk or delta."
+            f"There are {len(pmf)} held-out inputs; expected {least} or more: with fewer, an error rate of {risk:g} "
+            f"could not be excluded at delta {delta:g} even if all were right. Take more, or a larger risk or delta."
         )
     doubt, order = _doubt(pmf).sort(stable=True)
     is_wrong = (pmf.argmax(1) != truth)[order]
     p_values = _running_p_values(is_wrong, risk)
     # Thresholds lie between different doubts; the one after all accepts everything.
     is_step = torch.cat([doubt[1:] > doubt[:-1], doubt.new_ones(1, dtype=torch.bool)])
-    accepted = 0
+    accepted, threshold = 0, 0.0
     for j in range(least, len(doubt) + 1):
         if is_step[j - 1]:
             if p_values[j - 1] > delta:
                 break
-            accepted = j
-    if accepted == 0:
-        threshold = 0.0
-    else:
-        threshold = math.inf if accepted == len(doubt) else float(doubt[accepted])
+            accepted, threshold = j, float(doubt[j]) if j < len(doubt) else math.inf
     wrong = int(is_wrong[:accepted].sum())
     return AbstentionRule(threshold, risk, delta, len(doubt), accepted, wrong, pmf.shape[1])
 
@@ -288,7 +284,7 @@ def conformal(prediction: Any, labels: Any, *, level: float = 0.9, score: str = 
 def _scores(pmf: Float[Tensor, "B M"], score: str) -> Float[Tensor, "B M"]:
     if score == "lac":
         return 1 - pmf
-    values, order = pmf.sort(1, descending=True, stable=True)
+    values, order = pmf.sort(dim=1, descending=True, stable=True)
     before = values.cumsum(1) - values
     before[:, 0] = 0
     return torch.empty_like(pmf).scatter_(1, order, before)
@@ -305,8 +301,8 @@ def _pmf(prediction: Any) -> Float[Tensor, "B M"]:
 def _require_classes(pmf: Float[Tensor, "B M"], classes: int) -> None:
     if pmf.shape[1] != classes:
         raise MismatchError(
-            f"The prediction has {pmf.shape[1]} classes; expected {classes}, as the held-out data had that the rule was "
-            "chosen on."
+            f"The prediction has {pmf.shape[1]} classes; expected {classes}, as the held-out data had that the rule "
+            "was chosen on."
         )
 
 

@@ -38,8 +38,8 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
 
     Args:
         network: the name of the submodule that returns logits; None if the LightningModule itself does when called.
-        data: what to fit on; None for the training loader of the trainer. Give it where that loader augments its samples
-            or draws them with replacement.
+        data: what to fit on; None for the training loader of the trainer. Give it where that loader augments its
+            samples or draws them with replacement.
         calibration: held-out data; None for the validation loader, if there is one; False for no calibration.
         path: where to save the posterior, for `errbar.load`; None to not save it.
         options: `last_layers` or `parameters`, and all else that `errbar.fit` takes.
@@ -67,7 +67,9 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
     def posterior(self) -> errbar.Posterior:
         """The posterior of the training that ended last."""
         if self._posterior is None:
-            raise ArgumentError("There is no posterior yet: it is fitted when the training ends. Call trainer.fit first.")
+            raise ArgumentError(
+                "There is no posterior yet: it is fitted when the training ends. Call trainer.fit first."
+            )
         return self._posterior
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -12,6 +12,7 @@ All imports are absolute: `sklearn` is scikit-learn here too, and this module is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         validation_fraction: the share of each class that is held out for the calibration; 0 for no calibration.
         last_layers: the posterior is over the parameters of this many last layers.
         prior: a precision, or `errbar.Prior`; "evidence" for the one that the evidence chooses; None for the one that
-            `weight_decay` amounts to (`Prior.from_weight_decay`), and "evidence" for a module that was trained elsewhere.
+            `weight_decay` amounts to (`Prior.from_weight_decay`), and for "evidence" with a module that was trained
+            elsewhere.
         fisher: as in `errbar.fit`.
         structure: as in `errbar.fit`.
         objective: what the calibration minimises on the held-out part: "nll", "brier" or "ece".
@@ -188,8 +190,8 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ArgumentError(f"validation_fraction is {self.validation_fraction!r}; expected 0 up to less than 1.")
         if self.module is not None and not callable(self.module):
             raise ArgumentError(
-                f"module is {self.module!r}; expected None, a trained torch.nn.Module, or a function (number of features, "
-                "number of classes) → torch.nn.Module."
+                f"module is {self.module!r}; expected None, a trained torch.nn.Module, or a function (number of "
+                "features, number of classes) → torch.nn.Module."
             )
 
     def _new_network(self, X: NDArray[np.float64], classes: int, seed: int) -> nn.Module:
@@ -257,7 +259,7 @@ def _perceptron(sizes: Sequence[int]) -> nn.Sequential:
     """Linear layers of these widths with ReLU between them, in float64: results then do not depend on the batch."""
 
     def layers() -> Iterator[nn.Module]:
-        for inner, outer in zip(sizes[:-2], sizes[1:-1], strict=True):
+        for inner, outer in pairwise(sizes[:-1]):
             yield nn.Linear(inner, outer, dtype=torch.float64)
             yield nn.ReLU()
         yield nn.Linear(sizes[-2], sizes[-1], dtype=torch.float64)
