@@ -3,7 +3,7 @@
     pip install 'transformers[torch]'
     python examples/hugging_face_trainer.py
 
-A tiny BERT learns to tell which of three tokens a sentence holds most often; nothing is downloaded. The same three
+A tiny BERT learns to tell which of three tokens a sentence holds most often; nothing is downloaded. The same
 calls of errbar serve any model with a classification head, and data sets of the `datasets` library.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            num_train_epochs=4,
+            num_train_epochs=10,
             per_device_train_batch_size=32,
             learning_rate=3e-3,
             report_to=[],
@@ -70,8 +70,9 @@ def main() -> None:
         trainer.train()
 
     # The batches of the Trainer's loaders are mappings with "labels": errbar reads them as they are.
-    posterior = errbar.fit(trainer.model, trainer.get_train_dataloader(), last_layers=2, prior=errbar.Prior(1.0))
-    posterior = errbar.calibrate(posterior, trainer.get_eval_dataloader(held_out))
+    information = errbar.collect(trainer.model, trainer.get_train_dataloader(), last_layers=2)
+    posterior = errbar.condition(information, errbar.choose_prior(information))
+    posterior = errbar.calibrate(posterior, trainer.get_eval_dataloader(), fit="temperature")
 
     batch = next(iter(torch.utils.data.DataLoader(test, batch_size=len(test))))
     prediction = posterior.predict(batch)

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
 ]

@@ -1,7 +1,7 @@
 """`ErrbarClassifier`: a scikit-learn classifier whose probabilities have error bars.
 
->>> from sklearn.datasets import load_iris
->>> X, y = load_iris(return_X_y=True)
+>>> from sklearn.datasets import make_blobs
+>>> X, y = make_blobs(200, centers=[[0, 0], [2, 0], [0, 2]], random_state=0)
 >>> classifier = ErrbarClassifier(epochs=20).fit(X, y)
 >>> classifier.predict_proba(X[:2]).shape, classifier.predict_std(X[:2]).shape
 ((2, 3), (2, 3))
@@ -55,13 +55,16 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         learning_rate: of Adam.
         weight_decay: of Adam.
         batch_size: of Adam.
-        validation_fraction: the share of each class that is held out for the calibration; 0 for no calibration.
+        validation_fraction: the share of each class that is held out for the calibration; 0 for no calibration, which
+            leaves everything to the prior: that of a weak weight decay washes the PMFs out.
         last_layers: the posterior is over the parameters of this many last layers.
         prior: a precision, or `errbar.Prior`; "evidence" for the one that the evidence chooses; None for the one that
             `weight_decay` amounts to (`Prior.from_weight_decay`), and for "evidence" with a module that was trained
             elsewhere.
         fisher: as in `errbar.fit`.
         structure: as in `errbar.fit`.
+        calibrate: "covariance_scale" (the paper's method), "temperature", or both. The covariance scale makes up for a
+            prior that is too wide or too narrow, which the temperature cannot; both need some hundred held-out samples.
         objective: what the calibration minimises on the held-out part: "nll", "brier" or "ece".
         samples: Monte Carlo samples of a prediction.
         random_state: of the initial weights, the order of the samples, what is held out, and the Monte Carlo samples. A
@@ -81,13 +84,14 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         module: nn.Module | Factory | None = None,
         epochs: int = 100,
         learning_rate: float = 1e-2,
-        weight_decay: float = 1e-4,
+        weight_decay: float = 1e-3,
         batch_size: int = 64,
         validation_fraction: float = 0.2,
         last_layers: int = 2,
         prior: float | str | errbar.Prior | None = None,
         fisher: str = "ggn",
         structure: str = "dense",
+        calibrate: str | Sequence[str] = "covariance_scale",
         objective: str = "nll",
         samples: int = 1000,
         random_state: Any = 0,
@@ -103,6 +107,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.prior = prior
         self.fisher = fisher
         self.structure = structure
+        self.calibrate = calibrate
         self.objective = objective
         self.samples = samples
         self.random_state = random_state
@@ -111,10 +116,10 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self, X: ArrayLike, y: ArrayLike, *, calibration: tuple[ArrayLike, ArrayLike] | None = None
     ) -> ErrbarClassifier:
         """Train, fit the posterior, calibrate. `calibration` are held-out data to be used instead of a part of X."""
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        inputs, labels = validate_data(self, X, y, dtype=np.float64)
         self._require_settings()
-        check_classification_targets(y)
-        classes, codes = np.unique(y, return_inverse=True)
+        check_classification_targets(labels)
+        classes, codes = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
             raise LabelError(f"y has one class only, {classes[0]!r}; a classifier needs two classes or more.")
         random = check_random_state(self.random_state)
@@ -124,11 +129,11 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if calibration is None and not is_trained:
             held_out = _held_out(codes, self.validation_fraction, random)
 
-        network = self.module if isinstance(self.module, nn.Module) else self._new_network(X, len(classes), seed)
+        network = self.module if isinstance(self.module, nn.Module) else self._new_network(len(classes), seed)
         dtype = _dtype_of(network)
-        training = TensorDataset(torch.as_tensor(X[~held_out], dtype=dtype), torch.as_tensor(codes[~held_out]))
+        training = _data_set(inputs[~held_out], codes[~held_out], dtype)
         if not is_trained:
-            self._train(network, *training.tensors, seed)
+            self._train(network, training, seed)
         posterior = self._posterior(network, training, is_trained)
         _require_outputs(posterior, len(classes))
 
@@ -136,11 +141,17 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if calibration is not None:
             rest = self._calibration_data(calibration, dtype)
         else:
-            rest = TensorDataset(torch.as_tensor(X[held_out], dtype=dtype), torch.as_tensor(codes[held_out]))
+            rest = _data_set(inputs[held_out], codes[held_out], dtype)
         self.calibrated_ = len(rest) > 0
         if self.calibrated_:
             posterior = errbar.calibrate(
-                posterior, rest, objective=self.objective, samples=self.samples, seed=seed, group=False
+                posterior,
+                rest,
+                objective=self.objective,
+                fit=self.calibrate,
+                samples=self.samples,
+                seed=seed,
+                group=False,
             )
         self.posterior_ = posterior
         self._seed = seed
@@ -194,23 +205,23 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "features, number of classes) → torch.nn.Module."
             )
 
-    def _new_network(self, X: NDArray[np.float64], classes: int, seed: int) -> nn.Module:
+    def _new_network(self, classes: int, seed: int) -> nn.Module:
         """Initial weights by each layer's own rule, from `seed`; the global generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.module is None:
-                return _perceptron((X.shape[1], *self.hidden_layer_sizes, classes))
-            made = self.module(X.shape[1], classes)
+                return _perceptron((self.n_features_in_, *self.hidden_layer_sizes, classes))
+            made = self.module(self.n_features_in_, classes)
         if not isinstance(made, nn.Module):
             raise ModelError(f"module(features, classes) returned a {type(made).__name__}; expected a torch.nn.Module.")
         return made
 
-    def _train(self, network: nn.Module, x: Tensor, y: Tensor, seed: int) -> None:
+    def _train(self, network: nn.Module, training: TensorDataset, seed: int) -> None:
         """Adam on the mean cross-entropy, in batches whose order depends on the seed; so does dropout."""
         optimizer = torch.optim.Adam(network.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
         shuffling = torch.Generator().manual_seed(seed)
         device = next(network.parameters()).device
-        x, y = x.to(device), y.to(device)
+        x, y = (tensor.to(device) for tensor in training.tensors)
         network.train()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
@@ -252,7 +263,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if len(unknown):
             raise LabelError(f"The calibration data have the class {unknown[0]!r}, which y does not have.")
         codes = np.searchsorted(self.classes_, labels)
-        return TensorDataset(torch.as_tensor(inputs, dtype=dtype), torch.as_tensor(codes))
+        return _data_set(inputs, codes, dtype)
 
 
 def _perceptron(sizes: Sequence[int]) -> nn.Sequential:
@@ -274,6 +285,10 @@ def _held_out(codes: NDArray[np.intp], fraction: float, random: np.random.Random
         rows = random.permutation(np.flatnonzero(codes == code))
         chosen[rows[: int(fraction * len(rows))]] = True
     return chosen
+
+
+def _data_set(inputs: NDArray[np.float64], codes: NDArray[np.intp], dtype: torch.dtype) -> TensorDataset:
+    return TensorDataset(torch.as_tensor(inputs, dtype=dtype), torch.as_tensor(codes))
 
 
 def _dtype_of(network: nn.Module) -> torch.dtype:
