@@ -1,14 +1,18 @@
-"""The examples run, and say what they should."""
+"""The examples run, and say what they should; the edges name what they need."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+
+import errbar
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -25,3 +29,20 @@ def test_a_model_of_the_hugging_face_trainer_gets_error_bars(capsys: pytest.Capt
     (accuracy,) = re.findall(r"^accuracy (0\.\d+)$", printed, re.MULTILINE)
     assert float(accuracy) > 0.6
     assert len(re.findall(r"0\.\d+ ± 0\.\d+", printed)) == 9
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "advice"),
+    [
+        ("errbar.sklearn", ["sklearn", "sklearn.base"], r"scikit-learn 1.6 or newer.*pip install 'errbar\[sklearn\]'"),
+        ("errbar.lightning", ["lightning", "pytorch_lightning"], "pip install lightning, or pytorch-lightning"),
+    ],
+)
+def test_what_an_edge_needs_is_named_where_it_is_missing(
+    module: str, missing: list[str], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(errbar.MissingExtraError, match=advice):
+        importlib.import_module(module)
