@@ -265,22 +265,6 @@ def test_without_calibration_there_is_nothing_after_it(files: Workspace) -> None
     assert set(facts["scores"]) == {"network", "before_calibration"}
 
 
-def test_the_interval_of_the_ece_covers_the_error_of_a_known_classifier() -> None:
-    from errbar.commands.assessing import ece_interval
-
-    # Confidence 0.9 or 0.6 and right with probability 0.8 or 0.5: the expected calibration error is 0.1.
-    covered = 0
-    for seed in range(60):
-        generator = torch.Generator().manual_seed(seed)
-        sure = torch.rand(400, generator=generator, dtype=torch.float64) < 0.5
-        confidence = torch.where(sure, 0.9, 0.6).double()
-        right = torch.rand(400, generator=generator, dtype=torch.float64) < confidence - 0.1
-        low, high = ece_interval(torch.stack([confidence, 1 - confidence], 1), (~right).long(), 10, seed)
-        covered += low <= 0.1 <= high
-    # Nominal 95 %; 60 trials of it have a standard deviation of 1.7.
-    assert covered >= 60 * 0.95 - 4 * 1.7
-
-
 def test_outliers_ranks_a_wrong_label_first(files: Workspace, tmp_path: Path) -> None:
     x, y = files.train
     sure = int(errbar.load("posterior.safetensors", files.model).predict(x).pmf.gather(1, y[:, None]).argmax())

@@ -136,15 +136,6 @@ def test_a_kept_network_is_made_again_only_when_its_recipe_changes_or_its_file_i
     assert len(made) == 3
 
 
-def test_the_bootstrap_interval_is_about_the_ece() -> None:
-    generator = torch.Generator().manual_seed(0)
-    pmf = torch.rand(2000, 3, generator=generator).softmax(1)
-    labels = torch.multinomial(pmf, 1, generator=generator)[:, 0]
-    labels[:400] = 0
-    low, high = evaluation.ece_interval(pmf, labels)
-    assert 0 < low < 100 * metrics.ece(pmf, labels) < high < low + 10
-
-
 def test_paired_differences_have_the_interval_of_student() -> None:
     scipy = pytest.importorskip("scipy.stats")
     first, second = [1.0, 2.0, 4.0, 3.5], [0.5, 2.5, 3.0, 3.0]

@@ -62,11 +62,8 @@ class Reliability:
 def reliability(pmf: Any, labels: Any, bins: int = 10) -> Reliability:
     """B_j = {n : (j−1)/J ≤ max_m f_m(x_n) < j/J}, the last bin closed at one."""
     probability, truth = _checked(pmf, labels)
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ArgumentError(f"bins is {bins!r}; expected a whole number of one or more.")
     confidence, label = probability.max(1)
-    edges = torch.arange(bins + 1, dtype=torch.float64) / bins
-    index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
+    edges, index = _binned(confidence, bins)
     count = torch.bincount(index, minlength=bins)
     correct = torch.bincount(index, weights=(label == truth).double(), minlength=bins)
     total = torch.bincount(index, weights=confidence, minlength=bins)
@@ -77,6 +74,36 @@ def ece(pmf: Any, labels: Any, bins: int = 10) -> float:
     """Σ_j (|B_j|/N) |acc(B_j) − conf(B_j)|: the expected calibration error as a fraction."""
     diagram = reliability(pmf, labels, bins)
     return float((diagram.count * diagram.gap).sum() / diagram.count.sum())
+
+
+def ece_interval(
+    pmf: Any, labels: Any, bins: int = 10, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> tuple[float, float]:
+    """An interval of the ECE by resampling the inputs: 2 ECE − q at both quantiles q of the resamples, from zero on.
+
+    An input adds right_n − confidence_n to its bin, and the ECE of a resample is Σ_j |Σ_{n∈B_j} …|/N. Resampling
+    adds to the ECE what sampling has added to it once already; so its quantiles are mirrored at the ECE (the basic
+    bootstrap), which takes that off again, rather than taken as they are.
+    """
+    probability, truth = _checked(pmf, labels)
+    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
+        raise ArgumentError(f"level is {level!r}; expected a number between 0 and 1, such as 0.95.")
+    if isinstance(resamples, bool) or not isinstance(resamples, int) or resamples < 1:
+        raise ArgumentError(f"resamples is {resamples!r}; expected a whole number of one or more.")
+    confidence, label = probability.max(1)
+    _, index = _binned(confidence, bins)
+    gap = (label == truth).double() - confidence
+    count = len(gap)
+    generator = torch.Generator().manual_seed(seed)
+    # One resample at a time: all at once would be a thousand times the inputs.
+    drawn = torch.empty(resamples, dtype=torch.float64)
+    for resample in range(resamples):
+        chosen = torch.randint(count, (count,), generator=generator)
+        drawn[resample] = torch.bincount(index[chosen], gap[chosen], bins).abs().sum() / count
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = drawn.quantile(tails).tolist()
+    middle = ece(probability, truth, bins)
+    return max(0.0, 2 * middle - high), max(0.0, 2 * middle - low)
 
 
 def ece_literal(pmf: Any, labels: Any, bins: int = 10) -> float:
@@ -114,6 +141,14 @@ def auroc(scores: Any, positive: Any) -> float:
     if positives == 0 or negatives == 0:
         raise LabelError(f"There are {positives} positives and {negatives} negatives; expected some of each.")
     return float((_mean_rank(values)[flags].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def _binned(confidence: Float[Tensor, "N"], bins: int) -> tuple[Float[Tensor, "edges"], Int[Tensor, "N"]]:
+    """The edges of the bins, and the bin of each input."""
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise ArgumentError(f"bins is {bins!r}; expected a whole number of one or more.")
+    edges = torch.arange(bins + 1, dtype=torch.float64) / bins
+    return edges, (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
 
 
 def _mean_rank(values: Float[Tensor, "N"]) -> Float[Tensor, "N"]:

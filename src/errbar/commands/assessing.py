@@ -25,7 +25,6 @@ from errbar.commands.writers import require_format, require_new, writing
 from errbar.data import Batch, batches, checked_labels, count_batches
 from errbar.errors import ArgumentError, DataError
 
-_RESAMPLES = 1000
 # Rows of an output that are made at a time.
 _ROWS = 4096
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
@@ -102,31 +101,9 @@ def _scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed
         "nll": metrics.nll(pmf, labels),
         "brier": metrics.brier(pmf, labels),
         "ece": metrics.ece(pmf, labels, bins),
-        "ece_interval": ece_interval(pmf, labels, bins, seed),
+        "ece_interval": metrics.ece_interval(pmf, labels, bins, seed=seed),
         "aurc": metrics.aurc(pmf, labels),
     }
-
-
-def ece_interval(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int) -> tuple[float, float]:
-    """A 95 % interval of the ECE by resampling the inputs: [2 ECE − q₉₇.₅, 2 ECE − q₂.₅], cut off at zero.
-
-    An input adds right_n − confidence_n to its bin, and the ECE of a resample is Σ_j |Σ_{n∈B_j} …|/N. Resampling
-    adds to the ECE what sampling has added to it once already; so its quantiles q are mirrored at the ECE (the basic
-    bootstrap), which takes that off again, rather than taken as they are.
-    """
-    confidence, label = pmf.double().max(1)
-    gap = (label == labels).double() - confidence
-    index = (confidence * bins).long().clamp(0, bins - 1)
-    count = len(gap)
-    generator = torch.Generator().manual_seed(seed)
-    # One resample at a time: all at once would be a thousand times the inputs.
-    drawn = torch.empty(_RESAMPLES, dtype=torch.float64)
-    for resample in range(_RESAMPLES):
-        chosen = torch.randint(count, (count,), generator=generator)
-        drawn[resample] = torch.bincount(index[chosen], gap[chosen], bins).abs().sum() / count
-    ece = errbar.metrics.ece(pmf, labels, bins)
-    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return max(0.0, 2 * ece - high), max(0.0, 2 * ece - low)
 
 
 def outliers(

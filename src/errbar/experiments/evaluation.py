@@ -18,7 +18,6 @@ from errbar.experiments.problem import Problem
 from errbar.experiments.shifts import Shift
 from errbar.logits import LogitGaussian
 
-BOOTSTRAPS = 1000
 # Two-sided 95 % quantiles of Student's t with 1, 2, … degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -31,27 +30,11 @@ def scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, An
         "nll": metrics.nll(pmf, labels),
         "brier": metrics.brier(pmf, labels),
         "ece": 100 * metrics.ece(pmf, labels),
-        "ece_interval": ece_interval(pmf, labels),
+        "ece_interval": [100 * bound for bound in metrics.ece_interval(pmf, labels)],
         "ece_literal": metrics.ece_literal(pmf, labels),
         "aurc": metrics.aurc(pmf, labels),
         "accuracy_at_90": accuracy_at(pmf, labels, 0.9),
     }
-
-
-def ece_interval(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], bins: int = 10, seed: int = 0) -> list[float]:
-    """A 95 % interval of the ECE in per cent by resampling the inputs.
-
-    An input adds to one bin: its number, whether it was right, and its confidence. A resample is a multinomial count
-    of the inputs, and its ECE Σ_j |Σ_{n∈B_j} c_n (right_n − confidence_n)|/N.
-    """
-    confidence, label = pmf.double().cpu().max(1)
-    count = len(label)
-    gap = (label == labels.cpu()).double() - confidence
-    index = (confidence * bins).long().clamp(0, bins - 1)
-    drawn = torch.randint(count, (BOOTSTRAPS, count), generator=torch.Generator().manual_seed(seed))
-    values = torch.zeros(BOOTSTRAPS, bins, dtype=torch.float64).scatter_add_(1, index[drawn], gap[drawn])
-    ece = 100 * values.abs().sum(1) / count
-    return [float(v) for v in ece.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))]
 
 
 def accuracy_at(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], coverage: float) -> float:
