@@ -16,7 +16,9 @@ from torch import Tensor
 from errbar.packed import unpack_index
 
 # Rows of a band: fewer waste less below the diagonal, more make larger products.
-ROWS = 32
+ROWS = 16
+# Samples that are scaled at a time: the scaled rows should stay in the cache until they are multiplied.
+TILE_SAMPLES = 1024
 
 # Band s … e−1 of k symmetric matrices, columns s … p−1: [k, e−s, p−s].
 Bands = list[Float[Tensor, "k _ _"]]
@@ -25,6 +27,11 @@ Bands = list[Float[Tensor, "k _ _"]]
 def suits(p: int, k: int) -> bool:
     """Whether k·p scaled rows are fewer than p(p+1)/2 products."""
     return 2 * k < p + 1
+
+
+def suits_outputs(p: int, outputs: int) -> bool:
+    """The same for all pairs of so many outputs."""
+    return suits(p, outputs * (outputs + 1) // 2)
 
 
 def _spans(p: int) -> list[tuple[int, int]]:
@@ -46,16 +53,24 @@ def _empty(
 
 
 def add_products(totals: Bands, weights: Float[Tensor, "k B"], rows: Float[Tensor, "p B"]) -> None:
-    """totals[k, a, b] += Σ_n S_k h_a h_b in place: products in the dtype of `weights`, the sum in float64."""
-    p, samples = rows.shape
-    buffer = torch.empty(len(weights) * ROWS, samples, dtype=weights.dtype, device=weights.device)
+    """totals[k, a, b] += Σ_n S_k h_a h_b in place: products in the dtype of `weights`, the sum in float64.
+
+    The products of all tiles of samples are added up in their own dtype while the band is in the cache; the sums, which
+    are not, are read and written once.
+    """
+    k, (p, samples) = len(weights), rows.shape
+    tile = TILE_SAMPLES if weights.device.type == "cpu" else samples
+    # Copies, because rows at a distance of a power of two share the same few places in the cache.
+    tiles = [(w.contiguous(), h.contiguous()) for w, h in zip(weights.split(tile, 1), rows.split(tile, 1), strict=True)]
+    buffer = torch.empty(k * ROWS * min(tile, samples), dtype=weights.dtype, device=weights.device)
+    products = torch.empty(k * ROWS * p, dtype=weights.dtype, device=weights.device)
     for total, (start, stop) in zip(totals, _spans(p), strict=True):
-        scaled = buffer[: len(weights) * (stop - start)]
-        torch.mul(weights[:, None], rows[start:stop], out=scaled.view(len(weights), stop - start, samples))
-        if weights.dtype == torch.float64:
-            total.flatten(0, 1).addmm_(scaled, rows[start:].T)
-        else:
-            total += (scaled @ rows[start:].T).view_as(total)
+        product = products[: total.numel()].view(k * (stop - start), p - start)
+        for number, (weight, row) in enumerate(tiles):
+            scaled = buffer[: k * (stop - start) * row.shape[1]].view(k, stop - start, row.shape[1])
+            torch.mul(weight[:, None], row[start:stop], out=scaled)
+            torch.addmm(product, scaled.flatten(0, 1), row[start:].T, beta=float(number > 0), out=product)
+        total += product.view_as(total)
 
 
 def contract(coefficients: Bands, rows: Float[Tensor, "p B"]) -> Float[Tensor, "k B"]:

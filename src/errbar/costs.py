@@ -78,7 +78,9 @@ def _staged(work: Workload) -> tuple[int, int]:
     """How many samples are gathered before they are multiplied, and the bytes of them and of their products."""
     terms = [term for term in work.terms for _ in range(term.uses)]
     numbers = work.classes**2 + sum(t.width + (0 if t.returns_logits else work.classes * t.outputs) for t in terms)
-    most = int(by_device(dense.STAGED_SAMPLES, work.device))
+    outputs = work.classes - 1 if work.fisher == "ggn" else work.classes
+    banded = len(terms) == 1 and terms[0].returns_logits and bands.suits_outputs(terms[0].width, outputs)
+    most = int(by_device(dense.STAGED_SAMPLES_OF_BANDS if banded else dense.STAGED_SAMPLES, work.device))
     samples = max(1, min(most, dense.STAGED_BYTES // (numbers * work.itemsize)))
     d = max(term.outputs for term in work.terms)
     tile = by_device(packed.TILE_BYTES, work.device)

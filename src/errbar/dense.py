@@ -25,6 +25,8 @@ BlockKey = tuple[LinearLayer, LinearLayer, bool]
 
 # Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
 STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
+# One wide layer alone has large sums and narrow products, and is worth more samples a pass.
+STAGED_SAMPLES_OF_BANDS = {"cpu": 4096, "cuda": 16384}
 STAGED_BYTES = 2**28
 
 
@@ -121,7 +123,10 @@ class DenseAccumulator:
         weights, factors = self.staged[0]
         classes = weights.shape[1]
         floats = classes**2 + sum(f.layer.width + f.layer.outputs * (classes + f.layer.outputs) for f in factors)
-        most = STAGED_SAMPLES.get(self.device.type, 4096)
+        alone = factors[0].layer if len(factors) == 1 else None
+        outputs = classes - 1 if self.fisher == "ggn" else classes
+        banded = alone is not None and factors[0].outer is None and bands.suits_outputs(alone.width, outputs)
+        most = (STAGED_SAMPLES_OF_BANDS if banded else STAGED_SAMPLES).get(self.device.type, 4096)
         return max(1, min(most, STAGED_BYTES // (floats * weights.element_size())))
 
     def _contrasts(self, classes: int) -> Float[Tensor, "M M-1"] | None:
@@ -250,9 +255,8 @@ class DenseFactor:
             return _linalg.safe_cholesky(self._precision(), name="The posterior precision", limit=self.limit)
 
     def _precision(self) -> Float[Tensor, "n n"]:
-        """Σ + diag λ, column by column."""
-        precision = torch.empty_like(self.total.matrix, memory_format=torch.contiguous_format).mT
-        precision.copy_(self.total.matrix)
+        """Σ + diag λ, column by column: the mirror image of a copy, since to turn one round takes long."""
+        precision = self.total.matrix.clone(memory_format=torch.contiguous_format).mT
         precision.diagonal().add_(self.prior_precision)
         return precision
 
