@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= demo-output
 
-.PHONY: setup demo test test-slow check format bench results clean
+.PHONY: setup demo test test-slow test-browser check format bench results clean
 
 setup: $(STAMP)
 
@@ -26,17 +26,21 @@ demo: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 test: setup
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow and not browser" tests
 
 test-slow: setup
-	$(PYTEST) tests
+	$(PYTEST) -m "not browser" tests
+
+# The page of errbar serve, in a real browser. Needs a chromium and says so: on Debian, apt-get install chromium.
+test-browser: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
 check: setup
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --doctest-modules src
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow and not browser" tests
 
 format: setup
 	$(BIN)/ruff format src tests bench examples
@@ -47,7 +51,7 @@ BENCH := .bench-venv
 $(BENCH)/.installed: pyproject.toml constraints.txt bench/requirements-peers.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --constraint constraints.txt torch
-	$(BENCH)/bin/pip install --quiet --constraint constraints.txt scipy --editable '.[export]'
+	$(BENCH)/bin/pip install --quiet --constraint constraints.txt scipy --editable '.[export,serve]'
 	$(BENCH)/bin/pip install --quiet --no-deps --requirement bench/requirements-peers.txt
 	touch $@
 
@@ -59,6 +63,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python -W ignore bench/memory.py
 	$(BENCH)/bin/python bench/distributed.py
 	$(BENCH)/bin/python bench/export.py
+	$(BENCH)/bin/python bench/serve.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/drift.py --data $(DATA))
 

@@ -173,6 +173,19 @@ ORDER = [
     "experiments.figures",
     "experiments.command",
     "demo",
+    "serve",
+    "serve.limits",
+    "serve.batching",
+    "serve.pictures",
+    "serve.served",
+    "serve.answers",
+    "serve.schemas",
+    "serve.record",
+    "serve.guard",
+    "serve.connection",
+    "serve.app",
+    "serve.server",
+    "serve.digits",
     "commands",
     "commands.choices",
     "commands.named",
@@ -187,6 +200,7 @@ ORDER = [
     "commands.fitting",
     "commands.predicting",
     "commands.assessing",
+    "commands.serving",
     "cli",
     "__main__",
 ]
@@ -423,7 +437,7 @@ def test_modules_can_be_held_in_the_head() -> None:
 
 def test_importing_the_package_needs_no_extra() -> None:
     extras = ["matplotlib", "sklearn", "typer", "rich", "scipy", "pandas", "hypothesis", "beartype", "curvlinops"]
-    extras += ["onnx", "onnxruntime", "onnxscript"]
+    extras += ["onnx", "onnxruntime", "onnxscript", "fastapi", "uvicorn", "prometheus_client", "PIL"]
     script = f"import sys, errbar; print([name for name in {extras!r} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "[]"

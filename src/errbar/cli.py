@@ -51,7 +51,7 @@ def application() -> "typer.Typer":
             f"the command line needs {missing.name}, which is not installed: pip install 'errbar[cli]'."
         ) from missing
 
-    from errbar.commands import assessing, fitting, predicting
+    from errbar.commands import assessing, fitting, predicting, serving
     from errbar.commands.models import model_of
     from errbar.commands.session import session
 
@@ -113,6 +113,7 @@ def application() -> "typer.Typer":
 
     functions: list[Callable[..., None]] = [fitting.fit, fitting.calibrate, predicting.predict, assessing.evaluate]
     functions += [predicting.fuse, assessing.plan, assessing.outliers, fitting.update, fitting.forget, fitting.merge]
+    functions += [serving.serve]
     for function in functions:
         app.command()(function)
 

@@ -40,6 +40,7 @@ _NEXT = """[bold]What to try next[/]
   calibrated        posterior = errbar.calibrate(posterior, validation_loader)
   with error bars   prediction = posterior.predict(x); prediction.std
   with more data    posterior.update(batches)
+  to see and touch  errbar serve, then open http://127.0.0.1:8000 in a browser
   and the paper's own Fisher information: errbar.fit(..., fisher="eta")"""
 
 

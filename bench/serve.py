@@ -1,0 +1,162 @@
+"""The service on loopback against a bare FastAPI endpoint that only runs the network: throughput and latency.
+
+Both serve the demo's digits network from a process of their own, by the same uvicorn. Clients are connections of one
+other process that ask for one input at a time, the next as soon as the answer is there. "errbar" answers with PMF,
+standard deviations, intervals, entropy and mutual information from 1000 draws; "bare" with the softmax of the logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from common import save, show
+
+CLIENTS = (1, 8, 64)
+SECONDS = 5.0
+ROUNDS = 3
+SERVERS = ("errbar", "errbar, one request at a time", "bare")
+
+
+def serve(kind: str) -> None:
+    """One of the servers, which says its port when it is ready."""
+    import uvicorn
+
+    from errbar.serve.app import application
+    from errbar.serve.digits import digits
+    from errbar.serve.limits import Limits
+    from errbar.serve.record import Log
+    from errbar.serve.served import Service
+    from errbar.serve.server import Address, server_for
+
+    torch.set_num_threads(1)
+    made = digits()
+    bound = Address("127.0.0.1", 0).bind()
+    port = bound.getsockname()[1]
+    if kind == "bare":
+        server = uvicorn.Server(uvicorn.Config(bare(made.posterior.model), log_level="warning", http="h11"))
+    else:
+        limits = Limits(batch_inputs=1) if "one request" in kind else Limits()
+        server = server_for(application(Service((made,)), limits, log=Log(enabled=False)), limits, Log(enabled=False))
+    print(port, flush=True)
+    server.run(sockets=[bound])
+
+
+def bare(network: torch.nn.Module) -> Any:
+    """The smallest service that one would write: a list of inputs in, their softmax out."""
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    class Inputs(BaseModel):
+        inputs: list[list[float]]
+
+    app = FastAPI()
+
+    @app.post("/v1/predict")
+    async def predict(body: Inputs) -> list[list[float]]:
+        with torch.no_grad():
+            pmf: list[list[float]] = torch.softmax(network(torch.tensor(body.inputs)), 1).tolist()
+        return pmf
+
+    return app
+
+
+async def client(
+    port: int, requests: list[bytes], number: int, end: float, taken: list[float], failed: list[int]
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    turn = number
+    while (start := time.perf_counter()) < end:
+        writer.write(requests[turn % len(requests)])
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+        )
+        await reader.readexactly(length)
+        if head.startswith(b"HTTP/1.1 200"):
+            taken.append(time.perf_counter() - start)
+        else:
+            failed.append(int(head[9:12]))
+        turn += 1
+    writer.close()
+
+
+async def load(port: int, clients: int, seconds: float, requests: list[bytes]) -> tuple[list[float], list[int], float]:
+    taken: list[float] = []
+    failed: list[int] = []
+    start = time.perf_counter()
+    await asyncio.gather(*(client(port, requests, n, start + seconds, taken, failed) for n in range(clients)))
+    return taken, failed, time.perf_counter() - start
+
+
+def asked() -> list[bytes]:
+    from errbar import demo
+
+    x = demo.load(demo.Settings()).test.x[:100]
+    found = []
+    for row in x.tolist():
+        body = json.dumps({"inputs": [row]}).encode()
+        head = "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        found.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return found
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    requests = asked()
+    processes, ports = {}, {}
+    rows: list[dict[str, Any]] = []
+    try:
+        for kind in SERVERS:
+            command = [sys.executable, __file__, "--serve", kind]
+            processes[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            ports[kind] = int(processes[kind].stdout.readline())  # type: ignore[union-attr]
+        for kind in SERVERS:
+            asyncio.run(load(ports[kind], 4, 1.0, requests))
+        for clients in CLIENTS:
+            measured: dict[str, list[tuple[list[float], list[int], float]]] = {kind: [] for kind in SERVERS}
+            # In turn, so that a slow spell of the machine hits all.
+            for _ in range(ROUNDS):
+                for kind in SERVERS:
+                    measured[kind].append(asyncio.run(load(ports[kind], clients, arguments.seconds, requests)))
+            for kind, runs in measured.items():
+                rows.append(
+                    {
+                        "service": kind,
+                        "clients": clients,
+                        "answers a second": statistics.median(len(taken) / seconds for taken, _, seconds in runs),
+                        "least": min(len(taken) / seconds for taken, _, seconds in runs),
+                        "most": max(len(taken) / seconds for taken, _, seconds in runs),
+                        "p50, ms": 1e3 * statistics.median(quantile(taken, 0.5) for taken, _, _ in runs),
+                        "p99, ms": 1e3 * statistics.median(quantile(taken, 0.99) for taken, _, _ in runs),
+                        "not answered": sum(len(failed) for _, failed, _ in runs),
+                    }
+                )
+            show(f"{clients} clients", rows[-len(SERVERS) :])
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    save("serve", rows, samples=1000, seconds=arguments.seconds, rounds=ROUNDS, threads_of_each_service=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""The routes: a request is read, checked and queued, and its answer sent; errors of the library become sentences."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from torch import Tensor
+
+import errbar
+from errbar.errors import ArgumentError, DataError, ErrbarError, MismatchError, WeightsChangedError
+from errbar.serve import schemas
+from errbar.serve.answers import Answer, FuseFrames, FuseGaussians, FusePosteriors, Options, Predict, Work, compute
+from errbar.serve.batching import Batcher
+from errbar.serve.guard import KINDS, Guard
+from errbar.serve.limits import LARGEST, Limits, Refusal, busy
+from errbar.serve.record import Log, Metrics, Record
+from errbar.serve.served import Served, Service
+
+PAGE = Path(__file__).parent / "page"
+_DECODERS = 2
+
+
+def application(
+    service: Service,
+    limits: Limits | None = None,
+    *,
+    token: str | None = None,
+    hosts: Collection[str] | None = None,
+    log: Log | None = None,
+) -> Any:
+    """The service as an ASGI application: `Record` around `Guard` around the routes."""
+    limits = Limits() if limits is None else limits
+    log = Log() if log is None else log
+    desk = Desk(service, limits)
+    return Record(Guard(_routes(desk, token), limits, token, hosts), desk.metrics, log)
+
+
+class Desk:
+    """What the routes share: the queue, the counters, and how inputs are read."""
+
+    def __init__(self, service: Service, limits: Limits) -> None:
+        self.service, self.limits = service, limits
+        self.metrics = Metrics(lambda: self.batcher.queued_inputs)
+        self.batcher: Batcher[Work, Answer] = Batcher(compute, limits, self.metrics.batch)
+        self._decoders: anyio.CapacityLimiter | None = None
+
+    async def answer(self, request: Request, work: Work, inputs: int) -> Answer:
+        """Queue a work, and wait for its answer no longer than the limit."""
+        request.scope["errbar"] = {"inputs": inputs}
+        future = asyncio.wrap_future(self.batcher.submit(work, inputs))
+        try:
+            return await asyncio.wait_for(future, self.limits.seconds)
+        except TimeoutError:
+            raise busy(
+                f"There was no answer within {self.limits.seconds:g} seconds. Ask again, with fewer inputs or samples.",
+                self.limits.seconds / 2,
+                503,
+            ) from None
+
+    async def inputs(self, body: Any, served: Served) -> Tensor:
+        """What a request's inputs or images are for the network."""
+        if body.inputs is not None:
+            return served.tensor(body.inputs)
+        rule = served.pictures
+        if rule is None:
+            raise DataError(
+                "This model takes no pictures, or it is not known how large they should be; expected inputs. The "
+                "service can be started with --input-shape, for example 3x32x32."
+            )
+        # Decoding takes time and memory: elsewhere than in the event loop, and few at once.
+        if self._decoders is None:
+            self._decoders = anyio.CapacityLimiter(_DECODERS)
+        read = partial(_read_pictures, rule, body.images, self.limits.pixels)
+        return await anyio.to_thread.run_sync(read, limiter=self._decoders)
+
+    def require_small(self, rows: int, classes: int, samples: int) -> None:
+        if rows * classes * samples > LARGEST:
+            raise DataError(
+                f"{rows} inputs of {classes} classes with {samples} samples are {rows * classes * samples:,} numbers; "
+                f"expected {LARGEST:,} at most. Ask for fewer inputs or samples at once."
+            )
+
+    def require_joint(self, frames: int, classes: int) -> None:
+        if (frames * classes) ** 2 > LARGEST:
+            raise DataError(
+                f"{frames} frames of {classes} classes have a joint covariance of {(frames * classes) ** 2:,} numbers; "
+                f"expected {LARGEST:,} at most. Fuse fewer frames at once."
+            )
+
+
+def _read_pictures(rule: Any, images: Sequence[str], pixels: int) -> Tensor:
+    return torch.stack([rule.read(image, pixels) for image in images])
+
+
+def _routes(desk: Desk, token: str | None) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await anyio.to_thread.run_sync(desk.batcher.close)
+
+    app = FastAPI(
+        title="errbar",
+        version=errbar.__version__,
+        description="Error bars on the class probabilities of a neural-network classifier.",
+        lifespan=lifespan,
+        docs_url=None,  # They would load scripts from elsewhere.
+        redoc_url=None,
+    )
+    predict_model, fuse_model, risk_model = models = schemas.request_models(desk.service, desk.limits)
+    _add_errors(app)
+
+    async def predict(request: Request) -> Response:
+        """PMFs with error bars of some inputs."""
+        body = await _parsed(request, predict_model)
+        served = desk.service.member(body.posterior)
+        x = await desk.inputs(body, served)
+        desk.require_small(len(x), len(served.classes), body.samples)
+        wanted = frozenset(body.include)
+        told = await desk.answer(request, Predict(served, x, _options(body, body.risk, wanted)), len(x))
+        answer = _about(body, served) | {"level": body.level, "predictions": told}
+        if "input" in wanted:
+            answer["inputs"] = x.tolist()
+        return JSONResponse(answer)
+
+    async def fuse(request: Request) -> Response:
+        """Several frames of one object, several posteriors, or logits of several services, as one PMF."""
+        body = await _parsed(request, fuse_model)
+        options = _options(body, body.risk)
+        work: Work
+        if body.gaussians is not None:
+            over, rows = "gaussians", len(body.gaussians)
+            classes = len(body.gaussians[0].mean)
+            work = _given_gaussians(body, options, desk.service.first)
+        elif body.over == "posteriors":
+            over, members = "posteriors", desk.service.members
+            _require_same_classes(members)
+            x = await desk.inputs(body, members[0])
+            rows, classes = len(x) * len(members), len(members[0].classes)
+            work = FusePosteriors(members, x, options)
+        else:
+            over, served = "frames", desk.service.member(body.posterior)
+            x = await desk.inputs(body, served)
+            rows, classes = len(x), len(served.classes)
+            desk.require_joint(rows, classes)
+            work = FuseFrames(served, x, options)
+        desk.require_small(rows, classes, body.samples)
+        told = await desk.answer(request, work, rows)
+        common = {"samples": body.samples, "seed": body.seed, "level": body.level}
+        return JSONResponse({"over": over, **common, "objects": told})
+
+    async def risk(request: Request) -> Response:
+        """Pr{f_m > γ_m}: how probable it is that a class is more probable than can be accepted."""
+        body = await _parsed(request, risk_model)
+        served = desk.service.member(body.posterior)
+        x = await desk.inputs(body, served)
+        desk.require_small(len(x), len(served.classes), body.samples)
+        told = await desk.answer(request, Predict(served, x, _options(body, body.thresholds)), len(x))
+        given = body.thresholds
+        answer = _about(body, served)
+        answer["thresholds"] = given if isinstance(given, list) else [given] * len(served.classes)
+        answer["risks"] = [
+            {"risk": one["risk"], "pmf": one["pmf"], "worst": served.classes[one["risk"].index(max(one["risk"]))]}
+            for one in told
+        ]
+        return JSONResponse({name: answer[name] for name in schemas.RiskAnswer.model_fields})
+
+    for path, function, model, answered in (
+        ("/v1/predict", predict, predict_model, schemas.PredictAnswer),
+        ("/v1/fuse", fuse, fuse_model, schemas.FuseAnswer),
+        ("/v1/risk", risk, risk_model, schemas.RiskAnswer),
+    ):
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+        app.add_api_route(
+            path,
+            function,
+            methods=["POST"],
+            response_class=JSONResponse,
+            responses={200: {"model": answered}, **_problems(400, 401, 408, 413, 415, 421, 422, 429, 503)},
+            openapi_extra={"requestBody": {"required": True, "content": content}},
+        )
+    _add_reading(app, desk)
+    app.openapi = partial(_document, app, models, token)  # type: ignore[method-assign]
+    return app
+
+
+def _add_reading(app: FastAPI, desk: Desk) -> None:
+    """What is there to read: the model, whether the service lives, its counters, and the page."""
+
+    async def model() -> Response:
+        """What is served: classes, inputs, calibration and limits."""
+        return JSONResponse(_described(desk.service, desk.limits))
+
+    async def healthz() -> Response:
+        """200 where requests are computed, else 503."""
+        alive = desk.batcher.is_alive
+        content = {"status": "ok" if alive else "stopped", "queued_inputs": desk.batcher.queued_inputs}
+        return JSONResponse(content, 200 if alive else 503)
+
+    async def metrics() -> Response:
+        """Counters for Prometheus."""
+        return Response(desk.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html")
+
+    common = _problems(401, 408, 413, 421, 429)
+    app.add_api_route("/v1/model", model, responses={200: {"model": schemas.ModelAnswer}, **common})
+    health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
+    app.add_api_route("/healthz", healthz, responses={**health, **_problems(408, 413, 421)})
+    text: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."}
+    }
+    app.add_api_route("/metrics", metrics, response_class=Response, responses={**text, **common})
+    app.add_api_route("/", page, include_in_schema=False)
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+
+async def _parsed(request: Request, model: type[BaseModel]) -> Any:
+    """The body as `model` has it, or a refusal that says where it is not."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "The request is no JSON; expected a body in JSON and 'Content-Type: application/json'.")
+    try:
+        body = model.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise _refused(error) from None
+    given = [name for name in ("inputs", "images", "gaussians") if getattr(body, name, None) is not None]
+    if len(given) != 1:
+        names = [name for name in ("inputs", "images", "gaussians") if name in model.model_fields]
+        raise Refusal(422, f"There are {len(given)} of {', '.join(names)}; expected exactly one of them.")
+    return body
+
+
+def _refused(error: ValidationError) -> Refusal:
+    """The first mistake, by its place. What was there instead is not repeated: it may be large, or private."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return Refusal(400, f"The request is no JSON. {first['msg']}.")
+    place = ".".join(str(part)[:40] for part in first["loc"][:6]) or "The request"
+    return Refusal(422, f"{place}: {first['msg'].rstrip('.')}. GET /openapi.json says what is expected.")
+
+
+def _options(body: Any, thresholds: Any, include: frozenset[str] = frozenset()) -> Options:
+    limits = tuple(thresholds) if isinstance(thresholds, list) else thresholds
+    return Options(body.temperature, body.covariance_scale, body.samples, body.seed, body.level, limits, include)
+
+
+def _about(body: Any, served: Served) -> dict[str, Any]:
+    chosen = served.posterior.with_calibration(temperature=body.temperature, covariance_scale=body.covariance_scale)
+    return {
+        "posterior": served.name,
+        "samples": body.samples,
+        "seed": body.seed,
+        "temperature": chosen.temperature,
+        "covariance_scale": chosen.covariance_scale,
+    }
+
+
+def _given_gaussians(body: Any, options: Options, first: Served) -> FuseGaussians:
+    if options.temperature is not None or options.covariance_scale is not None:
+        raise ArgumentError("Given gaussians have T and T_c in them already; expected neither in the request.")
+    made = []
+    for given in body.gaussians:
+        try:
+            mean = torch.tensor([given.mean], dtype=torch.float64)
+            covariance = torch.tensor([given.covariance], dtype=torch.float64)
+        except ValueError as error:
+            raise MismatchError("A covariance is ragged; expected as many rows and columns as classes.") from error
+        # Checked in float32, because the numbers may come from there: centred, they have an eigenvalue of zero, which
+        # its rounding takes below zero. Fusion does not look at that direction.
+        errbar.LogitGaussian(mean.float(), covariance.float())
+        made.append(errbar.LogitGaussian.trusted(mean, covariance))
+    count = made[0].mean.shape[1]
+    names = first.classes if len(first.classes) == count else tuple(str(number) for number in range(count))
+    return FuseGaussians(names, tuple(made), options)
+
+
+def _require_same_classes(members: Sequence[Served]) -> None:
+    if len(members) < 2:
+        raise ArgumentError("One posterior is served; expected two or more to fuse. Start errbar serve with several.")
+    if any(member.classes != members[0].classes for member in members):
+        raise MismatchError("The posteriors served have different classes; expected the same to fuse them.")
+
+
+def _described(service: Service, limits: Limits) -> dict[str, Any]:
+    served = service.first
+    information = served.posterior.information
+    rule, reference = served.pictures, served.reference
+    spread = None
+    if reference is not None:
+        spread = torch.quantile(reference, torch.linspace(0, 1, 101, dtype=reference.dtype)).tolist()
+    return {
+        "posterior": served.name,
+        "posteriors": [member.name for member in service.members],
+        "about": served.about,
+        "version": errbar.__version__,
+        "classes": list(served.classes),
+        "input_shape": None if served.shape is None else list(served.shape),
+        "pictures": None if rule is None else rule.sentence,
+        "digits": rule is not None and rule.digit,
+        "parameters": information.n_parameters,
+        "layers": list(dict.fromkeys(name.rpartition(".")[0] or name for name in information.parameter_names)),
+        "structure": information.structure,
+        "fisher": information.fisher,
+        "samples": information.n_samples,
+        "temperature": served.posterior.temperature,
+        "covariance_scale": served.posterior.covariance_scale,
+        "reference": spread,
+        "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
+        "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},
+    }
+
+
+def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    found: dict[int | str, dict[str, Any]] = {status: {"model": schemas.Problem} for status in statuses}
+    for status in (429, 503):
+        if status in found:
+            header = {"description": "Seconds to wait before asking again.", "schema": {"type": "integer"}}
+            found[status] = {**found[status], "headers": {"Retry-After": header}}
+    return found
+
+
+def _add_errors(app: FastAPI) -> None:
+    def problem(status: int, sentence: str, kind: str, headers: Any = None) -> Response:
+        return JSONResponse({"error": sentence, "kind": kind}, status, headers)
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        return problem(error.status, error.sentence, KINDS.get(error.status, "Refused"), error.headers)
+
+    async def mistaken(_: Request, error: Exception) -> Response:
+        if isinstance(error, WeightsChangedError):
+            raise error
+        return problem(422, " ".join(str(error).split()), type(error).__name__)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        sentences = {
+            404: "There is nothing at this address; GET /openapi.json lists what there is.",
+            405: "This address does not take that method; GET /openapi.json says which it takes.",
+        }
+        sentence = sentences.get(error.status_code, f"{error.detail}.")
+        return problem(error.status_code, sentence, KINDS.get(error.status_code, "Refused"), error.headers)
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return problem(500, "The service failed; its log says where.", "InternalError")
+
+    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(ErrbarError, mistaken)
+    app.add_exception_handler(HTTPException, unknown)
+    app.add_exception_handler(Exception, failed)
+
+
+def _document(app: FastAPI, models: Sequence[type[BaseModel]], token: str | None) -> dict[str, Any]:
+    """The OpenAPI document, made once: what FastAPI knows, with the models of the requests."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        _, extra = models_json_schema(
+            [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+        )
+        components = made.setdefault("components", {})
+        components.setdefault("schemas", {}).update(extra.get("$defs", {}))
+        if token is not None:
+            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            for path, operations in made["paths"].items():
+                if path != "/healthz":
+                    for operation in operations.values():
+                        operation["security"] = [{"token": []}]
+        app.openapi_schema = json.loads(json.dumps(made))
+    return app.openapi_schema

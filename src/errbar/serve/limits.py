@@ -1,0 +1,67 @@
+"""What one client, and all of them together, may ask of the service; and the answer to whoever asks for more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from errbar.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and seconds. Together they bound the memory: nothing is kept that none of them counts.
+
+    - `body_bytes`: of one request; `held_bytes`: of all requests that are being read or answered;
+    - `requests`: being read, waiting or computed at once; `connections`: open at once;
+    - `inputs`, `frames`, `samples`: of one request; `pixels`: of one picture, before it is made smaller;
+    - `queue_inputs`: waiting for the network; `batch_inputs`: in one run of it. A batch size of one joins no requests;
+    - `seconds`: from a request that was read to its answer; `header_seconds` and `body_seconds`: for a client to send
+      these, and the latter to take the answer; `idle_seconds`: of a connection between two requests.
+    """
+
+    body_bytes: int = 4 * 2**20
+    held_bytes: int = 64 * 2**20
+    requests: int = 256
+    connections: int = 512
+    inputs: int = 64
+    frames: int = 16
+    samples: int = 10_000
+    pixels: int = 4_000_000
+    queue_inputs: int = 512
+    batch_inputs: int = 64
+    seconds: float = 10.0
+    body_seconds: float = 10.0
+    header_seconds: float = 10.0
+    idle_seconds: int = 30
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+                raise ArgumentError(f"The limit {one.name} is {value!r}; expected a positive number.")
+        if self.inputs > self.queue_inputs:
+            raise ArgumentError(
+                f"A request may have {self.inputs} inputs and the queue holds {self.queue_inputs}; expected a queue "
+                "that takes at least one request."
+            )
+
+
+# Numbers in the samples of one request, and in the joint covariance of its frames: 64 MiB of float32 each.
+LARGEST = 2**24
+
+
+class Refusal(Exception):  # noqa: N818 - to refuse is an answer
+    """A request that is not answered: the status, and what was wrong, what was expected, what to do."""
+
+    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+        self.headers = dict(headers or {})
+
+
+def busy(sentence: str, seconds: float, status: int = 429) -> Refusal:
+    """Too much at once: come back in so many seconds."""
+    return Refusal(status, sentence, {"Retry-After": str(max(1, math.ceil(seconds)))})

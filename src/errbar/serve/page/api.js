@@ -1,0 +1,46 @@
+// The service, asked politely: a token where it wants one, again where it is busy, and only the newest question.
+
+export class Trouble extends Error {
+  constructor(sentence, status) { super(sentence); this.status = status; }
+}
+
+const KEY = "errbar-token";
+
+export function setToken(token) { sessionStorage.setItem(KEY, token); }
+
+const pause = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+
+export async function ask(path, body) {
+  for (let attempt = 0; ; attempt += 1) {
+    const headers = {};
+    const token = sessionStorage.getItem(KEY);
+    if (token) headers.authorization = `Bearer ${token}`;
+    if (body) headers["content-type"] = "application/json";
+    let response;
+    try {
+      response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body) });
+    } catch {
+      throw new Trouble("The service does not answer. Is it still running?", 0);
+    }
+    const content = await response.json().catch(() => ({}));
+    if (response.ok) return content;
+    if ([429, 503].includes(response.status) && attempt < 3) {
+      await pause(Math.min(Number(response.headers.get("retry-after")) || 1, 5));
+      continue;
+    }
+    throw new Trouble(content.error || `The service answered ${response.status}.`, response.status);
+  }
+}
+
+// Runs `task` now, or once more after the run that is under way: never two at once, never an old answer last.
+export function latest(task) {
+  let running = null;
+  let again = false;
+  return function run() {
+    if (running) { again = true; return running; }
+    running = (async () => {
+      do { again = false; await task(); } while (again);
+    })().finally(() => { running = null; });
+    return running;
+  };
+}

@@ -1,0 +1,183 @@
+// The pictures: the plane of two logits, the heat map of P^f, the outlier scale, and what fusion makes of several views.
+
+import { element, percent, plain, svg } from "./numbers.js";
+
+function text(x, y, content, attributes = {}) {
+  const made = svg("text", { x, y, ...attributes });
+  made.textContent = content;
+  return made;
+}
+
+export function empty(box, sentence) {
+  box.replaceChildren(element("p", { className: "empty" }, sentence));
+}
+
+// Eigenvalues and direction of a symmetric 2 × 2 matrix.
+function axes(a, b, c) {
+  const middle = (a + c) / 2;
+  const half = Math.hypot((a - c) / 2, b);
+  return { major: Math.sqrt(Math.max(middle + half, 0)), minor: Math.sqrt(Math.max(middle - half, 0)), angle: 0.5 * Math.atan2(2 * b, a - c) };
+}
+
+function steps(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + 1e-9; value += step) found.push(Number(value.toFixed(9)));
+  return found;
+}
+
+export function drawPlane(box, prediction, classes) {
+  const [i, j] = prediction.points.classes;
+  const { mean, covariance } = prediction.logits;
+  const centre = [mean[i], mean[j]];
+  const shape = axes(covariance[i][i], covariance[i][j], covariance[j][j]);
+  const all = prediction.points.logits.flat();
+  const reach = 2.4 * shape.major;
+  let low = Math.min(...all, centre[0] - reach, centre[1] - reach);
+  let high = Math.max(...all, centre[0] + reach, centre[1] + reach);
+  const room = Math.max((high - low) * 0.04, 0.3);
+  [low, high] = [low - room, high + room];
+  const [size, left, bottom] = [300, 34, 34];
+  const x = (value) => left + ((value - low) / (high - low)) * size;
+  const y = (value) => size + 8 - ((value - low) / (high - low)) * size;
+  const parts = [];
+  for (const value of steps(low, high, 5)) {
+    parts.push(svg("path", { class: "grid", d: `M${x(value)} 8V${8 + size}M${left} ${y(value)}H${left + size}`, opacity: 0.6 }));
+    parts.push(text(x(value), size + 22, plain(value), { "text-anchor": "middle" }), text(left - 6, y(value) + 4, plain(value), { "text-anchor": "end" }));
+  }
+  parts.push(svg("path", { class: "ink dash", d: `M${x(low)} ${y(low)}L${x(high)} ${y(high)}` }));
+  let first = 0;
+  for (const [a, b] of prediction.points.logits) {
+    first += a > b;
+    parts.push(svg("circle", { class: a > b ? "dot-a" : "dot-b", cx: x(a).toFixed(1), cy: y(b).toFixed(1), r: 2.1 }));
+  }
+  const unit = size / (high - low);
+  const turn = `rotate(${(-shape.angle * 180) / Math.PI} ${x(centre[0])} ${y(centre[1])})`;
+  for (const sigma of [1, 2]) {
+    parts.push(svg("ellipse", { class: "ink", "stroke-width": sigma === 1 ? 1.6 : 1, cx: x(centre[0]), cy: y(centre[1]), rx: sigma * shape.major * unit, ry: sigma * shape.minor * unit, transform: turn }));
+  }
+  parts.push(svg("path", { class: "ink", "stroke-width": 1.4, d: `M${x(centre[0]) - 5} ${y(centre[1])}h10m-5 -5v10` }));
+  const [a, b] = [classes[i], classes[j]];
+  parts.push(text(left + size / 2, size + 40, `logit of ${a}, centred`, { "text-anchor": "middle", class: "blue" }));
+  parts.push(text(10, 8 + size / 2, `logit of ${b}, centred`, { "text-anchor": "middle", class: "orange", transform: `rotate(-90 10 ${8 + size / 2})` }));
+  const share = first / prediction.points.logits.length;
+  const chart = svg("svg", { viewBox: `0 0 ${left + size + 8} ${size + bottom + 14}`, role: "img" }, ...parts);
+  chart.setAttribute("aria-label", `Logits of ${a} and ${b}: ${percent(share, 0)} of the draws are on the side of ${a}`);
+  box.replaceChildren(chart);
+  return `Ellipses of 1 and 2 σ, ${prediction.points.logits.length} draws, and the line where both are equally probable: ${percent(share, 0)} of the draws are on the side of ${a}, ${percent(1 - share, 0)} on that of ${b}.`;
+}
+
+export function drawHeat(box, prediction, classes, places, tell) {
+  const most = Math.max(...places.flatMap((i) => places.map((j) => Math.abs(prediction.covariance[i][j]))), 1e-12);
+  const count = places.length;
+  const [left, top, size] = [30, 22, 300];
+  const side = size / count;
+  const parts = [svg("rect", { class: "cell-base", x: left, y: top, width: size, height: size, rx: 3 })];
+  const short = (name) => (name.length > 4 ? `${name.slice(0, 3)}…` : name);
+  places.forEach((i, row) => {
+    parts.push(text(left - 7, top + (row + 0.5) * side + 4, short(classes[i]), { "text-anchor": "end" }));
+    parts.push(text(left + (row + 0.5) * side, top - 7, short(classes[i]), { "text-anchor": "middle" }));
+    places.forEach((j, column) => {
+      const value = prediction.covariance[i][j];
+      const strength = Math.sqrt(Math.abs(value) / most); // by standard deviation: faint ones can be seen
+      parts.push(svg("rect", { class: `cell ${value >= 0 ? "plus" : "minus"}`, x: left + column * side, y: top + row * side, width: side, height: side, "fill-opacity": strength.toFixed(3) }));
+    });
+  });
+  const chosen = svg("rect", { class: "chosen", width: side, height: side, visibility: "hidden" });
+  const chart = svg("svg", { viewBox: `0 0 ${left + size + 8} ${top + size + 6}`, role: "img", tabindex: 0 }, ...parts, chosen);
+  chart.setAttribute("aria-label", `Covariance of the probabilities of ${count} classes; arrow keys read its cells`);
+  const at = box.heatAt || (box.heatAt = { row: 0, column: 0 });
+  const choose = (row, column) => {
+    Object.assign(at, { row: Math.min(Math.max(row, 0), count - 1), column: Math.min(Math.max(column, 0), count - 1) });
+    chosen.setAttribute("x", left + at.column * side);
+    chosen.setAttribute("y", top + at.row * side);
+    chosen.setAttribute("visibility", "visible");
+    const [i, j] = [places[at.row], places[at.column]];
+    const value = prediction.covariance[i][j];
+    const spread = Math.sqrt(prediction.covariance[i][i] * prediction.covariance[j][j]);
+    const correlation = spread > 0 ? value / spread : 0;
+    tell(i === j ? `Var f(${classes[i]}) = ${plain(value)}, standard deviation ${percent(Math.sqrt(Math.max(value, 0)))}` : `Cov(f(${classes[i]}), f(${classes[j]})) = ${plain(value)}, correlation ${correlation.toFixed(2)}`);
+  };
+  chart.addEventListener("pointermove", (event) => {
+    const frame = chart.getBoundingClientRect();
+    const share = (left + size + 8) / frame.width;
+    const column = Math.floor(((event.clientX - frame.left) * share - left) / side);
+    const row = Math.floor(((event.clientY - frame.top) * share - top) / side);
+    if (row >= 0 && row < count && column >= 0 && column < count) choose(row, column);
+  });
+  chart.addEventListener("keydown", (event) => {
+    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    choose(at.row + moves[event.key][0], at.column + moves[event.key][1]);
+  });
+  const focused = box.contains(document.activeElement);
+  box.replaceChildren(chart);
+  if (focused) { chart.focus(); choose(at.row, at.column); }
+}
+
+// Density of the training inputs' contrast variances, from their percentiles, on a logarithmic axis; the input as a mark.
+export function drawOutlier(box, reference, outlier) {
+  const logs = reference.map((value) => Math.log10(Math.max(value, 1e-12)));
+  const here = outlier ? Math.log10(Math.max(outlier.contrast_variance, 1e-12)) : null;
+  const low = Math.min(logs[0], here ?? logs[0]) - 0.15;
+  const high = Math.max(logs[100], here ?? logs[100]) + 0.15;
+  const [width, height] = [300, 92];
+  const x = (value) => 4 + ((value - low) / (high - low)) * (width - 8);
+  const bins = new Array(36).fill(0);
+  const step = (logs[100] - logs[0]) / bins.length || 1;
+  for (let place = 0; place < 100; place += 1) {
+    // One per cent of the inputs lies evenly between two percentiles.
+    const [from, to] = [(logs[place] - logs[0]) / step, (logs[place + 1] - logs[0]) / step];
+    for (let bin = Math.floor(from); bin <= Math.min(Math.floor(to), bins.length - 1); bin += 1) {
+      const share = to > from ? (Math.min(to, bin + 1) - Math.max(from, bin)) / (to - from) : 1;
+      bins[bin] += Math.max(share, 0);
+    }
+  }
+  const smooth = bins.map((_, bin) => [-2, -1, 0, 1, 2].reduce((sum, d) => sum + (bins[bin + d] || 0) * [0.4, 0.24, 0.06][Math.abs(d)], 0));
+  const peak = Math.max(...smooth);
+  const points = smooth.map((value, bin) => `${x(logs[0] + (bin + 0.5) * step).toFixed(1)} ${(64 - (54 * value) / peak).toFixed(1)}`);
+  const parts = [svg("path", { class: "area", d: `M${x(logs[0])} 64L${points.join("L")}L${x(logs[100])} 64Z` }), svg("path", { class: "grid", d: `M0 64H${width}` })];
+  for (let power = Math.ceil(low); power <= high; power += 1) {
+    parts.push(svg("path", { class: "grid", d: `M${x(power)} 64v4` }), text(x(power), 80, plain(10 ** power), { "text-anchor": "middle" }));
+  }
+  if (here !== null) parts.push(svg("path", { class: "mark", d: `M${x(here)} 6V68` }), svg("circle", { class: "orange", cx: x(here), cy: 6, r: 4 }));
+  box.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...parts));
+  if (!outlier) return "How little the training data say about an input: the mean variance of its logits' contrasts, among those of the training inputs.";
+  const times = outlier.times_the_median;
+  return `Less is known about this input than about ${outlier.percentile.toFixed(1)} % of the ${outlier.training_inputs} training inputs: contrast variance ${plain(outlier.contrast_variance)}, ${times >= 10 ? times.toFixed(0) : times.toFixed(1)} times their median.`;
+}
+
+export function drawFusion(box, object, classes, count) {
+  const order = object.fused.pmf.map((_, place) => place).sort((a, b) => object.fused.pmf[b] + object.single.at(-1).pmf[b] - object.fused.pmf[a] - object.single.at(-1).pmf[a]);
+  const sources = [["single", "this view alone", object.single.at(-1)], ["naive", "as if independent", object.independent], ["fused", `${count} views fused`, object.fused]];
+  const shown = order.slice(0, Math.min(3, classes.length));
+  const [left, width, gap] = [118, 300, 22];
+  const height = shown.length * (3 * gap + 14) + 22;
+  const x = (value) => left + value * width;
+  const parts = [];
+  for (const value of [0, 0.25, 0.5, 0.75, 1]) {
+    parts.push(svg("path", { class: "grid", d: `M${x(value)} 2V${height - 20}` }), text(x(value), height - 4, `${100 * value}${value === 1 ? " %" : ""}`, { "text-anchor": "middle" }));
+  }
+  shown.forEach((place, group) => {
+    const top = group * (3 * gap + 14) + 14;
+    parts.push(text(0, top + gap + 4, classes[place].slice(0, 10), { class: "strong" }));
+    sources.forEach(([kind, name, told], line) => {
+      const y = top + line * gap;
+      const made = svg("g", { class: `fusion-line ${kind}` });
+      made.append(svg("line", { x1: x(told.lower[place]), x2: x(told.upper[place]), y1: y, y2: y }));
+      const mark = kind === "naive" ? svg("rect", { x: x(told.pmf[place]) - 4, y: y - 4, width: 8, height: 8 }) : svg("circle", { cx: x(told.pmf[place]), cy: y, r: 4.5 });
+      made.append(mark, text(left - 10, y + 4, name, { "text-anchor": "end" }));
+      const value = text(left + width + 8, y + 4, percent(told.pmf[place]), { class: kind === "fused" ? "strong" : "" });
+      value.dataset.kind = kind;
+      value.dataset.class = classes[place];
+      made.append(value);
+      parts.push(made);
+    });
+  });
+  const chart = svg("svg", { viewBox: `0 0 ${left + width + 56} ${height}`, role: "img" }, ...parts);
+  chart.setAttribute("aria-label", sources.map(([, name, told]) => `${name}: ${told.class} with ${percent(told.confidence)}`).join("; "));
+  box.replaceChildren(chart);
+}

@@ -1,0 +1,135 @@
+"""What the service tells about itself: one JSON object a line for each request, and counters for Prometheus.
+
+Neither holds anything that a client has sent: no input, no answer, no path that is not one of the routes, no token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Log:
+    """JSON lines on standard error, or wherever `stream` goes; `enabled` False says nothing."""
+
+    def __init__(self, stream: TextIO | None = None, *, enabled: bool = True) -> None:
+        self._stream = stream
+        self._enabled = enabled
+
+    def say(self, event: str, **facts: Any) -> None:
+        if self._enabled:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() // 10**6 % 1000:03d}Z"
+            line = json.dumps({"time": stamp, "event": event, **facts}, ensure_ascii=False)
+            stream = sys.stderr if self._stream is None else self._stream
+            stream.write(line + "\n")
+            stream.flush()
+
+    def failure(self, error: BaseException) -> None:
+        """Something that should not have happened: its type and where. Messages may quote what a client has sent."""
+        frames = traceback.extract_tb(error.__traceback__)[-6:]
+        where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+        self.say("failure", type=type(error).__name__, where=where)
+
+
+class LogHandler(logging.Handler):
+    """What uvicorn says, as lines of the same log."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.INFO)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self._log.failure(record.exc_info[1])
+        else:
+            self._log.say("server", level=record.levelname.lower(), message=record.getMessage())
+
+
+class Metrics:
+    """Counters of one service, in a registry of its own."""
+
+    def __init__(self, queued: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        names = ["route", "status"]
+        self.requests = Counter("errbar_requests", "Requests answered.", names, registry=self.registry)
+        self.seconds = Histogram(
+            "errbar_request_seconds", "From headers to answer.", ["route"], buckets=_SECONDS, registry=self.registry
+        )
+        self.batches = Histogram(
+            "errbar_batch_inputs", "Inputs in a run of the network.", buckets=_SIZES, registry=self.registry
+        )
+        self.compute = Histogram(
+            "errbar_batch_seconds", "Of a run of the network.", buckets=_SECONDS, registry=self.registry
+        )
+        self.inputs = Counter("errbar_inputs", "Inputs computed.", registry=self.registry)
+        Gauge("errbar_queue_inputs", "Inputs that wait.", registry=self.registry).set_function(queued)
+        self.active = Gauge("errbar_active_requests", "Being read or answered.", registry=self.registry)
+        ProcessCollector(registry=self.registry)
+
+    def batch(self, inputs: int, seconds: float) -> None:
+        self.batches.observe(inputs)
+        self.compute.observe(seconds)
+        self.inputs.inc(inputs)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Record:
+    """Around everything else: counts and logs each request, and answers 500 where nothing else did."""
+
+    def __init__(self, app: Any, metrics: Metrics, log: Log) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = 0
+
+        async def noting(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.active.inc()
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            self._log.failure(error)
+            if status == 0:
+                await _internal_error(noting)
+        finally:
+            self._metrics.active.dec()
+            seconds = time.perf_counter() - start
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.seconds.labels(route).observe(seconds)
+            method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
+            told = scope.get("errbar", {})
+            self._log.say("request", method=method, route=route, status=status, seconds=round(seconds, 6), **told)
+
+
+async def _internal_error(send: Any) -> None:
+    body = json.dumps(
+        {
+            "error": "The service failed; its log says where. Nothing is wrong with it after that.",
+            "kind": "InternalError",
+        }
+    ).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,120 @@
+"""Running the service: a socket that is taken before anything slow begins, uvicorn, and a stop that loses nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from errbar.errors import ArgumentError
+from errbar.serve.connection import protocol_for
+from errbar.serve.guard import LOOPBACK
+from errbar.serve.limits import Limits
+from errbar.serve.record import Log, LogHandler
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen; port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Names that a request may ask by: on loopback only its own; elsewhere nobody knows all names."""
+        return tuple({*LOOPBACK, self.host}) if self.is_loopback else None
+
+    def bind(self) -> socket.socket:
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            bound = socket.socket(family, kind, protocol)
+            try:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind(where)
+            except OSError:
+                bound.close()
+                raise
+        except (OSError, OverflowError) as error:
+            raise ArgumentError(
+                f"Cannot listen on {self.host} port {self.port}: {getattr(error, 'strerror', None) or error}. Give "
+                "another --host or --port, or stop what listens there."
+            ) from error
+        return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Announcing(uvicorn.Server):
+    """Calls `ready` once connections are accepted."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+
+def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
+    """uvicorn with the limits of connections, speaking through `log`."""
+    talk = logging.getLogger("uvicorn.error")
+    talk.handlers = [LogHandler(log)]
+    talk.propagate = False
+    talk.setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app,
+        http=protocol_for(limits),
+        ws="none",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=limits.idle_seconds,
+        timeout_graceful_shutdown=math.ceil(limits.seconds + limits.body_seconds + 5),
+    )
+    return _Announcing(config, ready)
+
+
+@contextmanager
+def running(app: Any, bound: socket.socket, limits: Limits, log: Log) -> Iterator[uvicorn.Server]:
+    """The service in a thread while the block runs; for tests, notebooks and benchmarks."""
+    server = server_for(app, limits, log)
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.run(sockets=[bound])
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="errbar-serve", daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        thread.join(0.01)
+    if failure:
+        raise failure[0]
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,161 @@
+"""`errbar serve` from the command line: what it starts, what it says, how it stops, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import errbar
+from command_line import Workspace, run
+from errbar import demo
+from errbar.serve.digits import digits
+from errbar.serve.server import Address
+
+SOURCES = Path(errbar.__file__).parent.parent
+
+
+@contextmanager
+def started(
+    folder: Path, *arguments: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """`errbar serve` in a process of its own, and what it has said when it was ready."""
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "errbar", "serve", *arguments, "--port", "0", "--json"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=20)
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def fitted(workspace: Workspace) -> errbar.Posterior:
+    for name, model in (("it", workspace.model), ("other", workspace.other)):
+        made = errbar.fit(model, [workspace.train], last_layers=1, prior=errbar.Prior(2.0))
+        made.save(f"{name}.safetensors", classes=["ant", "bee", "cat"])
+    return errbar.load(Path("it.safetensors"), workspace.model)
+
+
+def test_a_posterior_from_files_is_served_and_stops_gracefully(workspace: Workspace, fitted: errbar.Posterior) -> None:
+    x = workspace.test[0][:3]
+    arguments = ["it.safetensors", "other.safetensors", "--model", "tiny_net:trained", "--model", "tiny_net:other"]
+    arguments += ["--reference", "data.npz"]
+    token = {"ERRBAR_TOKEN": "a-token-of-the-environment"}
+    with started(workspace.folder, *arguments, **token) as (process, said):
+        headers = {"authorization": "Bearer a-token-of-the-environment"}
+        assert said["posteriors"] == ["it", "other"]
+        assert said["url"].startswith("http://127.0.0.1:")
+        assert httpx.get(f"{said['url']}/v1/model").status_code == 401
+        told = httpx.get(f"{said['url']}/v1/model", headers=headers).json()
+        assert told["classes"] == ["ant", "bee", "cat"]
+        assert told["input_shape"] == [4]
+        assert told["reference"] is not None
+        body = {"inputs": x.tolist(), "samples": 100}
+        answer = httpx.post(f"{said['url']}/v1/predict", json=body, headers=headers).json()
+        found = torch.tensor([one["pmf"] for one in answer["predictions"]], dtype=torch.float64)
+        torch.testing.assert_close(found, fitted.predict(x, 100).pmf, atol=1e-12, rtol=0)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    events = [json.loads(line) for line in err.splitlines()]
+    assert [line["status"] for line in events if line["event"] == "request"] == [401, 200, 200]
+    assert "a-token" not in err
+
+
+def test_a_posterior_needs_its_model(fitted: errbar.Posterior) -> None:
+    assert fitted is not None
+    for arguments, sentence in (
+        (("it.safetensors",), "There are 1 posteriors, 0 models and 0 weights; expected one --model"),
+        (("it.safetensors", "--model", "tiny_net:untrained"), "weights"),
+        (("missing.safetensors", "--model", "tiny_net:trained"), "missing.safetensors"),
+        (("it.safetensors", "--model", "tiny_net:trained", "--input-shape", "3by4"), "The input shape is '3by4'"),
+    ):
+        result = run("serve", *arguments, "--port", "0")
+        assert result.code == 1
+        assert sentence in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--model", "tiny_net:trained"), "There is --model and no POSTERIOR"),
+        (("--reference", "data.npz"), "There is --reference and no POSTERIOR"),
+        (("--token-file", "missing.txt"), "The token file missing.txt cannot be read"),
+        (("--host", "256.0.0.1"), "Cannot listen on 256.0.0.1"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("serve", *arguments)
+    assert result.code == 1
+    assert sentence in result.err
+
+
+def test_a_port_that_is_taken_is_told_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port))
+    assert result.code == 1
+    assert f"Cannot listen on 127.0.0.1 port {port}: Address already in use." in result.err
+
+
+@pytest.mark.parametrize("token", ["short", "", "two words here", "tab\tinside it", "naïveté-as-token"])
+def test_tokens_that_cannot_be_used(token: str, tmp_path: Path) -> None:
+    file = tmp_path / "token.txt"
+    file.write_text(token, encoding="utf-8")
+    result = run("serve", "--token-file", str(file))
+    assert result.code == 1
+    assert "expected 8 or more printable characters without spaces" in result.err
+    assert token == "" or token not in result.err
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+def test_what_serving_needs_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = run("serve")
+    assert result.code == 1
+    assert "pip install 'errbar[serve]'" in result.err
+
+
+def test_loopback_is_the_default_and_known_by_its_names() -> None:
+    assert Address().is_loopback
+    assert Address("localhost").is_loopback
+    assert Address("::1").is_loopback
+    assert not Address("0.0.0.0").is_loopback
+    assert Address("0.0.0.0").hosts is None
+    assert "127.0.0.2" in (Address("127.0.0.2").hosts or ())
+
+
+def test_the_digits_model_is_the_network_of_the_demo() -> None:
+    settings = demo.Settings(train_size=120, validation_size=60, epochs=3)
+    made = digits(settings)
+    assert (made.shape, made.classes) == ((64,), tuple("0123456789"))
+    expected = demo.train_network(demo.load(settings).train, settings, seed=0)
+    for mine, theirs in zip(made.posterior.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert made.posterior.information.n_parameters == 4450
+    assert made.reference is not None
+    assert len(made.reference) == 120
+    assert [label for _, label in made.examples[:10]] == list("0123456789")

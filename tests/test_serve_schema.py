@@ -1,0 +1,89 @@
+"""Schemathesis on the OpenAPI document: thousands of requests made from it, right and wrong ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+import serving
+from errbar.serve import schemas
+from serving import Running, member, service
+
+# Without positive_data_acceptance: a document cannot say that a text is a picture, or a matrix a covariance.
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with service(member(), member("other", 1)) as made:
+        yield made
+
+
+@pytest.fixture
+def document(running: Running) -> Any:
+    return schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+
+
+made = schemathesis.pytest.from_fixture("document")
+
+
+@made.parametrize()
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_the_service_keeps_to_its_document(case: schemathesis.Case) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        response = case.call_and_validate(checks=CHECKS)
+    if response.status_code >= 400 and case.path != "/healthz":
+        told = response.json()
+        assert set(told) == {"error", "kind"}
+        assert len(told["error"]) > 10
+
+
+def test_answers_are_what_the_document_says(running: Running) -> None:
+    x = serving.data()[0][:2].tolist()
+    everything = {"inputs": x, "risk": 0.1, "include": ["covariance", "logits", "points", "outlier", "input"]}
+    for path, body, model in (
+        ("/v1/predict", everything, schemas.PredictAnswer),
+        ("/v1/fuse", {"inputs": x}, schemas.FuseAnswer),
+        ("/v1/risk", {"inputs": x, "thresholds": 0.2}, schemas.RiskAnswer),
+    ):
+        strict = model.model_validate(running.told(path, body), strict=True)
+        assert strict.model_dump(by_alias=True, exclude_none=True) != {}
+
+
+def test_the_document_knows_the_model(running: Running) -> None:
+    document = httpx.get(f"{running.url}/openapi.json").json()
+    inputs = document["components"]["schemas"]["PredictRequest"]["properties"]["inputs"]
+    assert (inputs["minItems"], inputs["maxItems"]) == (1, 64)
+    assert (inputs["items"]["minItems"], inputs["items"]["maxItems"]) == (4, 4)
+    assert set(document["paths"]) == {"/v1/predict", "/v1/fuse", "/v1/risk", "/v1/model", "/healthz", "/metrics"}
+    references = set(_references(document))
+    assert all(text.removeprefix("#/components/schemas/") in document["components"]["schemas"] for text in references)
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if key == "$ref":
+                yield part
+            else:
+                yield from _references(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _references(part)
