@@ -262,7 +262,9 @@ def test_what_is_not_http_gets_a_4xx(running: Running, head: bytes) -> None:
         with contextlib.suppress(OSError):
             connection.sendall(head)
         text = answered(connection)
-    assert text == "" or text.startswith(("HTTP/1.1 400 ", "HTTP/1.1 408 ", "HTTP/1.1 421 ", "HTTP/1.1 501 ")), text[:80]
+    assert text == "" or text.startswith(("HTTP/1.1 400 ", "HTTP/1.1 408 ", "HTTP/1.1 421 ", "HTTP/1.1 501 ")), text[
+        :80
+    ]
     if len(head) < 50_000:  # A client that is still sending may lose the answer with the connection.
         assert '"error": ' in text
 

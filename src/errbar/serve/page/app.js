@@ -65,7 +65,7 @@ function show(object) {
   const { model } = state;
   const { prediction, input } = state.answer;
   const best = prediction.label;
-  at("verdict").replaceChildren(prediction.class, " ", element("small", {}, `${percent(prediction.confidence)}, between ${percent(prediction.lower[best])} and ${percent(prediction.upper[best])} with 95 %`));
+  at("verdict").replaceChildren(prediction.class, " ", element("small", {}, `${percent(prediction.confidence)}, with 95 % between ${percent(prediction.lower[best])} and ${percent(prediction.upper[best])}`));
   state.rows.show(prediction);
   at("plane-note").textContent = drawPlane(at("plane"), prediction, model.classes);
   drawHeat(at("heat"), prediction, model.classes, state.rows.shown, (words) => { at("heat-note").textContent = words; });
@@ -274,6 +274,7 @@ async function start() {
   at("preparation").textContent = model.pictures || "";
   state.pad = new Pad(at("pad"), at("cursor"), padChanged);
   state.pad.enabled = model.digits;
+  document.documentElement.dataset.digits = model.digits;
   if (!model.digits) at("hint").textContent = model.pictures ? "drop a picture" : "paste an array below";
   state.rows = new Rows(at("rows"), model.classes, update);
   VIEWS_NOTE = at("views-note").textContent;

@@ -140,8 +140,12 @@ export function drawOutlier(box, reference, outlier) {
   const peak = Math.max(...smooth);
   const points = smooth.map((value, bin) => `${x(logs[0] + (bin + 0.5) * step).toFixed(1)} ${(64 - (54 * value) / peak).toFixed(1)}`);
   const parts = [svg("path", { class: "area", d: `M${x(logs[0])} 64L${points.join("L")}L${x(logs[100])} 64Z` }), svg("path", { class: "grid", d: `M0 64H${width}` })];
-  for (let power = Math.ceil(low); power <= high; power += 1) {
-    parts.push(svg("path", { class: "grid", d: `M${x(power)} 64v4` }), text(x(power), 80, plain(10 ** power), { "text-anchor": "middle" }));
+  for (let power = Math.floor(low); power <= high; power += 1) {
+    for (const factor of high - low > 2.5 ? [1] : [1, 2, 5]) {
+      const value = power + Math.log10(factor);
+      if (value < low || value > high) continue;
+      parts.push(svg("path", { class: "grid", d: `M${x(value)} 64v4` }), text(x(value), 80, plain(factor * 10 ** power), { "text-anchor": "middle" }));
+    }
   }
   if (here !== null) parts.push(svg("path", { class: "mark", d: `M${x(here)} 6V68` }), svg("circle", { class: "orange", cx: x(here), cy: 6, r: 4 }));
   box.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...parts));
@@ -154,7 +158,7 @@ export function drawFusion(box, object, classes, count) {
   const order = object.fused.pmf.map((_, place) => place).sort((a, b) => object.fused.pmf[b] + object.single.at(-1).pmf[b] - object.fused.pmf[a] - object.single.at(-1).pmf[a]);
   const sources = [["single", "this view alone", object.single.at(-1)], ["naive", "as if independent", object.independent], ["fused", `${count} views fused`, object.fused]];
   const shown = order.slice(0, Math.min(3, classes.length));
-  const [left, width, gap] = [118, 300, 22];
+  const [left, width, gap] = [118, box.clientWidth < 420 ? 150 : 300, 22];
   const height = shown.length * (3 * gap + 14) + 22;
   const x = (value) => left + value * width;
   const parts = [];
