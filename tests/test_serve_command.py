@@ -148,6 +148,7 @@ def test_loopback_is_the_default_and_known_by_its_names() -> None:
     assert "127.0.0.2" in (Address("127.0.0.2").hosts or ())
 
 
+@pytest.mark.filterwarnings("ignore::errbar.CalibrationWarning")
 def test_the_digits_model_is_the_network_of_the_demo() -> None:
     settings = demo.Settings(train_size=120, validation_size=60, epochs=3)
     made = digits(settings)
