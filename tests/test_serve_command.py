@@ -148,7 +148,19 @@ def test_loopback_is_the_default_and_known_by_its_names() -> None:
     assert "127.0.0.2" in (Address("127.0.0.2").hosts or ())
 
 
-@pytest.mark.filterwarnings("ignore::errbar.CalibrationWarning")
+@pytest.mark.slow
+def test_t_and_t_c_of_the_digits_model_are_those_of_the_demo() -> None:
+    settings = demo.Settings()
+    made, data = digits(settings), demo.load(settings)
+    calibrated = errbar.calibrate(made.posterior, data.validation.data())
+    found, best = (
+        errbar.metrics.nll(posterior.predict(data.validation.x).pmf, data.validation.y)
+        for posterior in (made.posterior, calibrated)
+    )
+    assert found < best + 1e-3
+    assert errbar.metrics.accuracy(made.posterior.predict(data.test.x).pmf, data.test.y) > 0.94
+
+
 def test_the_digits_model_is_the_network_of_the_demo() -> None:
     settings = demo.Settings(train_size=120, validation_size=60, epochs=3)
     made = digits(settings)
@@ -157,6 +169,7 @@ def test_the_digits_model_is_the_network_of_the_demo() -> None:
     for mine, theirs in zip(made.posterior.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
     assert made.posterior.information.n_parameters == 4450
+    assert made.posterior.temperature == 0.83
     assert made.reference is not None
     assert len(made.reference) == 120
     assert [label for _, label in made.examples[:10]] == list("0123456789")

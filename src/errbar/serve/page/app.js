@@ -74,7 +74,8 @@ function show(object) {
   if (object) {
     drawFusion(at("fusion"), object, model.classes, object.single.length);
     const [single, naive, fused] = [object.single.at(-1), object.independent, object.fused];
-    at("views-note").textContent = `All views share the parameters of one network, so their errors are alike. Fused with that in mind: ${fused.class} with ${percent(fused.confidence)} ± ${(100 * fused.std[fused.label]).toFixed(1)}. As if they were independent: ± ${(100 * naive.std[fused.label]).toFixed(1)}; this view alone: ± ${(100 * single.std[fused.label]).toFixed(1)}.`;
+    at("views-note").textContent = `All views share the parameters of one network, so their errors are alike. Fused with that in mind: ${fused.class} with ${percent(fused.confidence)} ± ${(100 * fused.std[fused.label]).toFixed(1)}. As if they were independent: ± ${(100 * naive.std[fused.label]).toFixed(1)}; this view alone: ± ${(100 * single.std[fused.label]).toFixed(1)}.`
+      + (fused.std[fused.label] > single.std[fused.label] ? " Views that share their errors and still disagree leave more doubt than one of them alone." : "");
   } else {
     at("fusion").replaceChildren();
     at("views-note").textContent = VIEWS_NOTE;
