@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from common import save, show
+from fastapi import FastAPI
+from pydantic import BaseModel
 
 CLIENTS = (1, 8, 64)
 SECONDS = 5.0
@@ -50,14 +52,14 @@ def serve(kind: str) -> None:
     server.run(sockets=[bound])
 
 
+class Inputs(BaseModel):
+    """What the bare endpoint takes."""
+
+    inputs: list[list[float]]
+
+
 def bare(network: torch.nn.Module) -> Any:
     """The smallest service that one would write: a list of inputs in, their softmax out."""
-    from fastapi import FastAPI
-    from pydantic import BaseModel
-
-    class Inputs(BaseModel):
-        inputs: list[list[float]]
-
     app = FastAPI()
 
     @app.post("/v1/predict")
@@ -130,7 +132,8 @@ def main() -> None:
             processes[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             ports[kind] = int(processes[kind].stdout.readline())  # type: ignore[union-attr]
         for kind in SERVERS:
-            asyncio.run(load(ports[kind], 4, 1.0, requests))
+            _, failed, _ = asyncio.run(load(ports[kind], 4, 1.0, requests))
+            assert not failed, f"{kind} does not answer: {failed[:3]}"
         for clients in CLIENTS:
             measured: dict[str, list[tuple[list[float], list[int], float]]] = {kind: [] for kind in SERVERS}
             # In turn, so that a slow spell of the machine hits all.

@@ -7,7 +7,7 @@ requests of a batch change nothing but the rounding of matrix products (docs/des
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 import errbar
 from errbar.errors import ArgumentError
 from errbar.logits import LogitGaussian
-from errbar.prediction import GaussianSampler, GivenSampler, Prediction, standard_normal
+from errbar.prediction import GivenSampler, Prediction, standard_normal
 from errbar.serve.served import Served
 
 # Sample points of the logits that are sent to be drawn.
@@ -39,11 +39,6 @@ class Options:
     level: float = 0.95
     thresholds: float | tuple[float, ...] | None = None
     include: frozenset[str] = frozenset()
-
-    @property
-    def draws(self) -> tuple[float | None, float | None, int, int]:
-        """Requests that agree in these can be sampled together."""
-        return self.temperature, self.covariance_scale, self.samples, self.seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,53 +98,51 @@ def compute(works: Sequence[Work]) -> list[Answer]:
 
 
 def predict_together(works: Sequence[Predict]) -> list[Answer]:
-    """One run of the network for all, one sampling for those with the same T, T_c, samples and seed."""
+    """One run of the network for all; one sampling, and its statistics, for those with the same options."""
     served = works[0].served
     logits = served.plain.accurate_logits(torch.cat([work.x for work in works]))
     rows: list[slice] = []
     for work in works:
         start = rows[-1].stop if rows else 0
         rows.append(slice(start, start + len(work.x)))
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[Options, list[int]] = {}
     for place, work in enumerate(works):
-        kinds.setdefault(work.options.draws, []).append(place)
+        kinds.setdefault(work.options, []).append(place)
     answers: dict[int, Answer] = {}
-    for (temperature, scale, samples, seed), places in kinds.items():
+    for options, places in kinds.items():
         alone = len(kinds) == 1
         plain = logits if alone else LogitGaussian.concatenated([logits[rows[place]] for place in places])
-        chosen = served.posterior.with_calibration(temperature=temperature, covariance_scale=scale)
-        gaussian = plain.tempered(chosen.temperature).scaled(chosen.covariance_scale)
-        prediction = gaussian.predict(samples, seed)
-        start = 0
+        chosen = _calibrated(served, options)
+        told = _told(plain.tempered(chosen.temperature).scaled(chosen.covariance_scale), options)
+        described = iter(told.described(served.classes, options, served, plain.contrast_variance))
         for place in places:
-            part = slice(start, start + len(works[place].x))
-            start = part.stop
-            told = Told(gaussian[part], rows_of(prediction, part), plain[part].contrast_variance)
-            answers[place] = told.described(served.classes, works[place].options, served)
+            answers[place] = [next(described) for _ in range(len(works[place].x))]
     return [answers[place] for place in range(len(works))]
 
 
-def rows_of(prediction: Prediction, rows: slice) -> Prediction:
-    """Some rows of a prediction, with the samples kept where they are few: each statistic would draw them anew."""
+def kept(prediction: Prediction) -> Prediction:
+    """The same with its samples kept, where they are few: each statistic would draw them anew."""
     sampler = prediction.sampler
-    assert isinstance(sampler, GaussianSampler)
-    pmf = prediction.pmf[rows]
-    if pmf.numel() * sampler.samples <= _KEPT:
-        return Prediction(pmf, GivenSampler(sampler.block(rows.start, rows.stop)), prediction.jitter)
-    part = GaussianSampler(sampler.mean[rows], sampler.root[rows], sampler.normal)
-    return Prediction(pmf, part, prediction.jitter)
+    if prediction.pmf.numel() * sampler.samples > _KEPT:
+        return prediction
+    return Prediction(prediction.pmf, GivenSampler(sampler.block(0, sampler.rows)), prediction.jitter)
 
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """What is known of some inputs: their logits, their PMFs, and the contrast variances without T and T_c."""
+    """What is known of some inputs: their logits, and their PMFs."""
 
     gaussian: LogitGaussian
     prediction: Prediction
-    plain_variance: Tensor | None = field(default=None)
 
-    def described(self, classes: Sequence[str], options: Options, served: Served | None = None) -> Answer:
-        """One mapping an input, ready for JSON."""
+    def described(
+        self,
+        classes: Sequence[str],
+        options: Options,
+        served: Served | None = None,
+        plain_variance: Tensor | None = None,
+    ) -> Answer:
+        """One mapping an input, ready for JSON; `plain_variance` are contrast variances without T and T_c."""
         prediction, include = self.prediction, options.include
         lower, upper = prediction.interval(options.level)
         columns: dict[str, Any] = {
@@ -175,8 +168,8 @@ class Told:
                 columns["logits"] = [{"mean": mean, "covariance": covariance} for mean, covariance in pairs]
             if "points" in include:
                 columns["points"] = _points(self.gaussian, prediction.pmf, options)
-        if "outlier" in include and served is not None and self.plain_variance is not None:
-            columns["outlier"] = [served.outlier(value) for value in self.plain_variance.double().tolist()]
+        if "outlier" in include and served is not None and plain_variance is not None:
+            columns["outlier"] = [served.outlier(value) for value in plain_variance.double().tolist()]
         names = list(columns)
         answers: Answer = []
         for values in zip(*columns.values(), strict=True):
@@ -212,8 +205,7 @@ def _points(gaussian: LogitGaussian, pmf: Tensor, options: Options) -> list[dict
 
 
 def _told(gaussian: LogitGaussian, options: Options) -> Told:
-    prediction = gaussian.predict(options.samples, options.seed)
-    return Told(gaussian, rows_of(prediction, slice(0, len(gaussian))))
+    return Told(gaussian, kept(gaussian.predict(options.samples, options.seed)))
 
 
 def _calibrated(served: Served, options: Options) -> errbar.Posterior:
