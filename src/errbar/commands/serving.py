@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -107,7 +108,9 @@ def serve(
                 here.answer({"url": url, "posteriors": [member.name for member in service.members]}, told)
                 sys.stdout.flush()
 
-            server_for(app, limits, logged, ready).run(sockets=[bound])
+            # uvicorn has finished its requests by the time it passes Ctrl-C on.
+            with contextlib.suppress(KeyboardInterrupt):
+                server_for(app, limits, logged, ready).run(sockets=[bound])
         finally:
             bound.close()
 
