@@ -18,7 +18,7 @@ import torch
 
 from errbar.serve import answers
 from errbar.serve.limits import Limits
-from serving import Running, answered, member, service
+from serving import Running, answered, member, posterior, service
 
 LIMITS = Limits(
     body_bytes=20_000,
@@ -403,7 +403,7 @@ def test_a_graceful_stop_answers_what_was_accepted(gate: threading.Event) -> Non
             gate.set()
         found = [future.result(20) for future in waiting]
     assert [response.status_code for response in found] == [200] * 6
-    expected = serving.posterior().predict(torch.tensor(GOOD["inputs"])).pmf[0].tolist()
+    expected = posterior().predict(torch.tensor(GOOD["inputs"])).pmf[0].tolist()
     for response in found:
         assert response.json()["predictions"][0]["pmf"] == pytest.approx(expected, abs=5e-6)
     with pytest.raises(httpx.ConnectError, match="refused"):
