@@ -117,9 +117,10 @@ def test_risk_takes_one_threshold_for_each_class(running: Running, known: errbar
 
 
 def test_the_outlier_score_is_a_percentile_of_the_training_inputs(running: Running, known: errbar.Posterior) -> None:
-    plain = known.with_calibration(temperature=1.0, covariance_scale=1.0)
-    usual = plain.logits(X).contrast_variance
-    inputs = [X[0].tolist(), [50.0, -50.0, 50.0, -50.0]]
+    usual = known.predict(X).mutual_information
+    foreign = 20 * torch.randn(200, X.shape[1], generator=torch.Generator().manual_seed(0))
+    strange = foreign[known.predict(foreign).mutual_information.argmax()]
+    inputs = [X[0].tolist(), strange.tolist()]
     near, far = running.told("/v1/predict", {"inputs": inputs, "include": ["outlier"]})["predictions"]
     share = 100 * float((usual < usual[0]).double().mean())
     assert near["outlier"]["percentile"] == pytest.approx(share, abs=1.2)

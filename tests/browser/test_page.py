@@ -175,8 +175,7 @@ def test_a_drawn_digit_has_the_numbers_of_the_library(page: Page, known: Served)
     assert page.locator("#plane ellipse").count() == 2
     assert page.locator("#plane .dot-a, #plane .dot-b").count() == 200
     assert page.locator("#heat .cell").count() == 100
-    variance = known.plain.logits(x).contrast_variance.item()
-    told = known.outlier(variance)
+    told = known.outlier(known.posterior.predict(x).mutual_information.item())
     assert told is not None
     percentile = float(re.findall(r"about ([\d.]+) %", page.locator("#outlier-note").inner_text())[0])
     assert percentile == pytest.approx(told["percentile"], abs=0.2)

@@ -114,7 +114,8 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
         plain = logits if alone else LogitGaussian.concatenated([logits[rows[place]] for place in places])
         chosen = _calibrated(served, options)
         told = _told(plain.tempered(chosen.temperature).scaled(chosen.covariance_scale), options)
-        described = iter(told.described(served.classes, options, served, plain.contrast_variance))
+        scores = served.outlier_scores(plain) if "outlier" in options.include else None
+        described = iter(told.described(served.classes, options, served, scores))
         for place in places:
             answers[place] = [next(described) for _ in range(len(works[place].x))]
     return [answers[place] for place in range(len(works))]
@@ -140,9 +141,9 @@ class Told:
         classes: Sequence[str],
         options: Options,
         served: Served | None = None,
-        plain_variance: Tensor | None = None,
+        outlier_scores: Tensor | None = None,
     ) -> Answer:
-        """One mapping an input, ready for JSON; `plain_variance` are contrast variances without T and T_c."""
+        """One mapping an input, ready for JSON; `outlier_scores` are those of `Served.outlier_scores`."""
         prediction, include = self.prediction, options.include
         lower, upper = prediction.interval(options.level)
         columns: dict[str, Any] = {
@@ -168,8 +169,8 @@ class Told:
                 columns["logits"] = [{"mean": mean, "covariance": covariance} for mean, covariance in pairs]
             if "points" in include:
                 columns["points"] = _points(self.gaussian, prediction.pmf, options)
-        if "outlier" in include and served is not None and plain_variance is not None:
-            columns["outlier"] = [served.outlier(value) for value in plain_variance.double().tolist()]
+        if served is not None and outlier_scores is not None:
+            columns["outlier"] = [served.outlier(value) for value in outlier_scores.tolist()]
         names = list(columns)
         answers: Answer = []
         for values in zip(*columns.values(), strict=True):

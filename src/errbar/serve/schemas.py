@@ -69,9 +69,9 @@ class Points(BaseModel):
 
 
 class Outlier(BaseModel):
-    """How little the training data say about an input, compared with the training inputs."""
+    """How much of the doubt about an input is the model's own, compared with the training inputs."""
 
-    contrast_variance: float = Field(description="Mean variance of the logits' contrasts at T = T_c = 1.")
+    mutual_information: float = Field(description="In nats, at the T and T_c that the posterior was calibrated to.")
     percentile: float = Field(description="Per cent of training inputs with a smaller one.")
     times_the_median: float
     training_inputs: int
@@ -173,7 +173,7 @@ class ModelAnswer(BaseModel):
     samples: float = Field(description="Training inputs whose information the posterior holds.")
     temperature: float
     covariance_scale: float
-    reference: list[float] | None = Field(description="101 percentiles of the training inputs' contrast variances.")
+    reference: list[float] | None = Field(description="101 percentiles of the training inputs' mutual informations.")
     examples: list[Example]
     limits: dict[str, float]
 

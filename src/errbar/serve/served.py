@@ -14,18 +14,19 @@ from torch import Tensor, nn
 import errbar
 from errbar.data import batches
 from errbar.errors import ArgumentError, DataError
+from errbar.logits import LogitGaussian
 from errbar.serve.pictures import PictureRule, rule_for
 
 # So many training inputs say what is usual.
 REFERENCE_INPUTS = 2000
+_SCORE_SAMPLES = 1000
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
     """One posterior. `shape` is that of one input, None where it is not known; `integers` for models of tokens.
 
-    `reference` are sorted contrast variances of training inputs, at T = T_c = 1; `examples` pairs of an input and its
-    label, for the page.
+    `reference` are sorted outlier scores of training inputs; `examples` pairs of an input and its label, for the page.
     """
 
     name: str
@@ -58,17 +59,21 @@ class Served:
             raise DataError("The model takes whole numbers; expected inputs without fractions.")
         return x.long()
 
-    def outlier(self, variance: float) -> dict[str, float | int] | None:
-        """How unusual a contrast variance is among those of training inputs."""
+    def outlier_scores(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
+        """The mutual information of logits of `plain`, at T and T_c of the posterior, whatever is asked for."""
+        return _mutual_information(self.posterior, plain)
+
+    def outlier(self, score: float) -> dict[str, float | int] | None:
+        """How unusual a mutual information is among those of training inputs."""
         if self.reference is None:
             return None
         count = len(self.reference)
-        below = int(torch.searchsorted(self.reference, torch.tensor(variance, dtype=self.reference.dtype)))
+        below = int(torch.searchsorted(self.reference, torch.tensor(score, dtype=self.reference.dtype)))
         middle = float(self.reference[count // 2])
         return {
-            "contrast_variance": variance,
+            "mutual_information": score,
             "percentile": 100 * below / count,
-            "times_the_median": variance / middle if middle > 0 else 0.0,
+            "times_the_median": score / middle if middle > 0 else 0.0,
             "training_inputs": count,
         }
 
@@ -121,13 +126,13 @@ def served(
 def reference_scores(
     posterior: errbar.Posterior, data: Any, classes: Sequence[str], examples: int = 10
 ) -> tuple[Float[Tensor, " N"], tuple[tuple[Tensor, str], ...]]:
-    """Sorted contrast variances at T = T_c = 1 of the first inputs of `data`, and a few of these inputs."""
+    """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     scores: list[Tensor] = []
     shown: list[tuple[Tensor, str]] = []
     count = 0
     for batch in batches(data):
-        scores.append(plain.logits(batch).contrast_variance.double().cpu())
+        scores.append(_mutual_information(posterior, plain.accurate_logits(batch)).cpu())
         x = batch.args[0] if batch.args else None
         if isinstance(x, Tensor) and len(shown) < examples:
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
@@ -139,6 +144,11 @@ def reference_scores(
     if not scores:
         raise DataError("The reference data are empty: expected training inputs to compare with.")
     return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(shown)
+
+
+def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Float[Tensor, " B"]:
+    calibrated = plain.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+    return calibrated.predict(_SCORE_SAMPLES).mutual_information.double()
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:

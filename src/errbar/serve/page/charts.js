@@ -118,10 +118,10 @@ export function drawHeat(box, prediction, classes, places, tell) {
   if (focused) { chart.focus(); choose(at.row, at.column); }
 }
 
-// Density of the training inputs' contrast variances, from their percentiles, on a logarithmic axis; the input as a mark.
+// Density of the training inputs' mutual informations, from their percentiles, on a logarithmic axis; the input as a mark.
 export function drawOutlier(box, reference, outlier) {
-  const logs = reference.map((value) => Math.log10(Math.max(value, 1e-12)));
-  const here = outlier ? Math.log10(Math.max(outlier.contrast_variance, 1e-12)) : null;
+  const logs = reference.map((value) => Math.log10(Math.max(value, 1e-6)));
+  const here = outlier ? Math.log10(Math.max(outlier.mutual_information, 1e-6)) : null;
   const low = Math.min(logs[0], here ?? logs[0]) - 0.15;
   const high = Math.max(logs[100], here ?? logs[100]) + 0.15;
   const [width, height] = [300, 92];
@@ -149,9 +149,9 @@ export function drawOutlier(box, reference, outlier) {
   }
   if (here !== null) parts.push(svg("path", { class: "mark", d: `M${x(here)} 6V68` }), svg("circle", { class: "orange", cx: x(here), cy: 6, r: 4 }));
   box.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...parts));
-  if (!outlier) return "How little the training data say about an input: the mean variance of its logits' contrasts, among those of the training inputs.";
+  if (!outlier) return "How much of the doubt about an input is the model's own: its mutual information, among those of the training inputs.";
   const times = outlier.times_the_median;
-  return `Less is known about this input than about ${outlier.percentile.toFixed(1)} % of the ${outlier.training_inputs} training inputs: contrast variance ${plain(outlier.contrast_variance)}, ${times >= 10 ? times.toFixed(0) : times.toFixed(1)} times their median.`;
+  return `The model is less sure of itself here than about ${outlier.percentile.toFixed(1)} % of the ${outlier.training_inputs} training inputs: mutual information ${plain(outlier.mutual_information)} nats, ${times >= 10 ? times.toFixed(0) : times.toFixed(1)} times their median.`;
 }
 
 export function drawFusion(box, object, classes, count) {
