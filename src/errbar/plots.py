@@ -265,7 +265,7 @@ def logit_ellipse(
     ax = new_axes((3.0, 3.0)) if ax is None else ax
     from matplotlib.patches import Ellipse  # after the line above, which says so when matplotlib is missing
 
-    view = _plane(gaussian, _checked_index(index, len(gaussian)), classes)
+    view = plane_of(gaussian, _checked_index(index, len(gaussian)), classes)
     first, second = view.sample(samples, seed)
     colours = [BLUE if a > b else ORANGE for a, b in zip(first, second, strict=True)]
     ax.scatter(first, second, s=5, c=colours, alpha=0.45, linewidths=0)
@@ -314,7 +314,7 @@ def figure_one(
         classes = [(int(i), int(j)) for i, j in prediction.pmf.topk(2).indices.tolist()]
     figure = new_figure((7.0, 2.0 * rows))
     grid = figure.subplots(rows, 3, squeeze=False, width_ratios=(0.8, 1.0, 1.7))
-    limits = _limits([_plane(gaussian, row, pair) for row, pair in enumerate(classes)])
+    limits = _limits([plane_of(gaussian, row, pair) for row, pair in enumerate(classes)])
     for row, pair in enumerate(classes):
         picture, plane, bars = grid[row]
         picture.imshow(images[row].detach().cpu().numpy(), cmap="gray_r", interpolation="nearest")
@@ -330,7 +330,7 @@ def figure_one(
     return figure
 
 
-class _Plane(NamedTuple):
+class Plane(NamedTuple):
     """A Gaussian in the plane of two logits, by the axes of its ellipse: Cov = Q diag(major², minor²) Qᵀ."""
 
     mean: tuple[float, float]
@@ -347,13 +347,14 @@ class _Plane(NamedTuple):
         return first.tolist(), second.tolist()
 
 
-def _plane(gaussian: LogitGaussian, index: int, classes: tuple[int, int]) -> _Plane:
+def plane_of(gaussian: LogitGaussian, index: int, classes: tuple[int, int]) -> Plane:
+    """The centred logits of one input in the plane of two classes."""
     centered = gaussian[index : index + 1].centered()
     i, j = classes
     mean, covariance = centered.mean[0].double(), centered.covariance[0].double()
     a, b, c = float(covariance[i, i]), float(covariance[i, j]), float(covariance[j, j])
     middle, radius = (a + c) / 2, math.hypot((a - c) / 2, b)
-    return _Plane(
+    return Plane(
         mean=(float(mean[i]), float(mean[j])),
         major=math.sqrt(max(middle + radius, 0.0)),
         minor=math.sqrt(max(middle - radius, 0.0)),
@@ -361,7 +362,7 @@ def _plane(gaussian: LogitGaussian, index: int, classes: tuple[int, int]) -> _Pl
     )
 
 
-def _limits(planes: Sequence[_Plane]) -> tuple[float, float]:
+def _limits(planes: Sequence[Plane]) -> tuple[float, float]:
     """One square that holds the 3 σ circles of all."""
     low = min(coordinate - 3 * plane.major for plane in planes for coordinate in plane.mean)
     high = max(coordinate + 3 * plane.major for plane in planes for coordinate in plane.mean)

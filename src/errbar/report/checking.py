@@ -1,0 +1,140 @@
+"""The linearisation against sampling parameters, and a second set of inputs against the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.data import Batch
+from errbar.errors import DataError
+from errbar.posterior import Posterior
+from errbar.report.resampling import area
+from errbar.report.values import Curve, Estimate, Linearisation, OutlierRow, Outliers
+
+DRAWS = 100
+_LEAST_DRAWS = 20
+# Numbers in all draws of the parameters: half a gigabyte in float64.
+_DRAWN_NUMBERS = 2**26
+_ROC_POINTS = 100
+
+
+def draws_that_fit(parameters: int) -> int:
+    """How many networks to draw, or none where so few would tell nothing."""
+    fitting = min(DRAWS, _DRAWN_NUMBERS // max(1, parameters))
+    return fitting if fitting >= _LEAST_DRAWS else 0
+
+
+def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, samples: int, seed: int) -> Linearisation:
+    """The delta method and `posterior.predict_by_parameters` on the same inputs, one network for each draw.
+
+    With K₁ and K₂ samples the means of class m differ by chance, with standard deviation s_m = √(σ_m²/K₁ + σ'_m²/K₂);
+    so a total variation of ½ Σ_m s_m √(2/π) is noise.
+    """
+    batch = joined(inputs)
+    delta = posterior.predict(batch, samples, seed)
+    sampled = posterior.predict_by_parameters(batch, draws, seed)
+    distance = (delta.pmf - sampled.pmf).abs().sum(1) / 2
+    error = (delta.std.square() / samples + sampled.std.square() / draws).sqrt()
+    winner = delta.label[:, None]
+    first, second = (prediction.std.gather(1, winner)[:, 0].double().cpu() for prediction in (delta, sampled))
+    # An input that everyone agrees about has no spread to compare.
+    told = first > 1e-6
+    ratios = (second / first)[told]
+    middle = (
+        ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist() if told.any() else [math.nan] * 3
+    )
+    return Linearisation(
+        inputs=len(batch),
+        draws=draws,
+        distance=float(distance.mean()),
+        noise=float(error.sum(1).mean()) / 2 * math.sqrt(2 / math.pi),
+        ratio=Estimate(middle[1], middle[0], middle[2]),
+        points=tuple(zip(first.tolist(), second.tolist(), strict=True)),
+    )
+
+
+def joined(inputs: Sequence[Batch]) -> Batch:
+    """Batches of one input each as one batch."""
+    first = inputs[0]
+    args = tuple(
+        torch.cat([batch.args[place] for batch in inputs]) if _runs(value) else value
+        for place, value in enumerate(first.args)
+    )
+    named = {
+        name: torch.cat([batch.kwargs[name] for batch in inputs]) if _runs(value) else value
+        for name, value in first.kwargs.items()
+    }
+    return Batch(args, named)
+
+
+def _runs(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
+
+
+def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:
+    """The outlier scores of each input; higher is more unusual. Labels are not looked at."""
+    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    found: dict[str, list[Tensor]] = {}
+    for batch in stream:
+        gaussian = plain.accurate_logits(batch)
+        calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+        prediction = calibrated.predict(samples, seed)
+        made = score_columns(
+            torch.softmax(gaussian.mean, 1),
+            prediction.pmf,
+            prediction.mutual_information,
+            calibrated.contrast_variance,
+        )
+        for name, values in made.items():
+            found.setdefault(name, []).append(values.cpu())
+    if not found:
+        raise DataError("The second set is empty: expected at least one batch.")
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def score_columns(
+    network: Float[Tensor, "N M"],
+    pmf: Float[Tensor, "N M"],
+    information: Float[Tensor, "N"],
+    variance: Float[Tensor, "N"],
+) -> dict[str, Float[Tensor, "N"]]:
+    """The scores by name, from what is known about each input."""
+    return {
+        "doubt of the network alone, 1 − max softmax": 1 - network.amax(1),
+        "doubt with error bars, 1 − max f": 1 - pmf.amax(1),
+        "mutual information (nats)": information,
+        "variance of the logits’ contrasts": variance,
+    }
+
+
+def compare_outliers(
+    name: str, inside: Mapping[str, Float[Tensor, "N"]], outside: Mapping[str, Float[Tensor, "K"]]
+) -> Outliers:
+    """How well each score tells the second set from the first."""
+    rows = [
+        OutlierRow(
+            score,
+            area(inside[score], outside[score]),
+            float(inside[score].double().median()),
+            float(outside[score].double().median()),
+            _roc(inside[score], outside[score]),
+        )
+        for score in outside
+    ]
+    return Outliers(name, len(next(iter(outside.values()))), tuple(rows))
+
+
+def _roc(inside: Float[Tensor, "N"], outside: Float[Tensor, "K"]) -> Curve:
+    """True-positive rates at evenly spaced false-positive rates; ties are crossed in one step."""
+    values = torch.cat([inside, outside]).double()
+    order = values.argsort(descending=True)
+    flags = (torch.arange(len(values)) >= len(inside))[order].double()
+    true, false = flags.cumsum(0) / len(outside), (1 - flags).cumsum(0) / len(inside)
+    ends = torch.cat([values[order].diff() != 0, torch.tensor([True])]).nonzero()[:, 0]
+    wanted = torch.linspace(0, 1, _ROC_POINTS, dtype=torch.float64)
+    at = ends[torch.searchsorted(false[ends].contiguous(), wanted).clamp_max(len(ends) - 1)]
+    return Curve((0.0, *false[at].tolist()), (0.0, *true[at].tolist()))

@@ -1,0 +1,214 @@
+"""One pass over labelled data: PMFs before and after calibration, and whatever watchers keep of each batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar.data import Batch, checked_labels
+from errbar.errors import DataError
+from errbar.logits import LogitGaussian
+from errbar.posterior import Posterior
+from errbar.prediction import Prediction
+
+Kept = TypeVar("Kept")
+
+NETWORK, BEFORE, AFTER = "network", "before_calibration", "after_calibration"
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One batch, its number of inputs before it, and what the posterior says about it.
+
+    `gaussian` is without T and T_c, `calibrated` and `prediction` are with both; `labels` are on the CPU.
+    """
+
+    start: int
+    batch: Batch
+    labels: Int[Tensor, "B"]
+    gaussian: LogitGaussian
+    calibrated: LogitGaussian
+    prediction: Prediction
+
+
+class Watcher(Protocol):
+    """Keeps something of the batches that pass."""
+
+    def see(self, seen: Seen) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """PMFs of each way to them (`NETWORK`, `BEFORE` and, where T or T_c is not 1, `AFTER`), and the labels."""
+
+    pmfs: dict[str, Float[Tensor, "N M"]]
+    labels: Int[Tensor, "N"]
+
+    @property
+    def final(self) -> Float[Tensor, "N M"]:
+        """The PMFs of the posterior as it is."""
+        return self.pmfs.get(AFTER, self.pmfs[BEFORE])
+
+
+def observe(
+    posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int, watchers: Sequence[Watcher] = ()
+) -> Observation:
+    """PMFs of the network alone, with error bars as they come, and calibrated where T or T_c is not 1; and labels."""
+    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    T, scale = posterior.temperature, posterior.covariance_scale
+    found: dict[str, list[Tensor]] = {}
+    labels: list[Tensor] = []
+    start = 0
+    for batch in stream:
+        gaussian = plain.accurate_logits(batch)
+        size, classes = gaussian.mean.shape
+        labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
+        prediction = gaussian.predict(samples, seed)
+        calibrated = gaussian
+        made = {NETWORK: torch.softmax(gaussian.mean, 1), BEFORE: prediction.pmf}
+        if (T, scale) != (1.0, 1.0):
+            calibrated = gaussian.tempered(T).scaled(scale)
+            prediction = calibrated.predict(samples, seed)
+            made[AFTER] = prediction.pmf
+        for name, pmf in made.items():
+            found.setdefault(name, []).append(pmf.cpu())
+        seen = Seen(start, batch, labels[-1], gaussian, calibrated, prediction)
+        for watcher in watchers:
+            watcher.see(seen)
+        start += size
+    if not labels:
+        raise DataError("The data are empty: expected at least one batch.")
+    return Observation({name: torch.cat(parts) for name, parts in found.items()}, torch.cat(labels))
+
+
+class Doubts:
+    """For each input the standard deviation of its most likely class, the mutual information, the contrast variance."""
+
+    def __init__(self) -> None:
+        self._std: list[Tensor] = []
+        self._information: list[Tensor] = []
+        self._variance: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def see(self, seen: Seen) -> None:
+        prediction = seen.prediction
+        self._std.append(prediction.std.gather(1, prediction.label[:, None])[:, 0].cpu())
+        self._information.append(prediction.mutual_information.cpu())
+        self._variance.append(seen.calibrated.contrast_variance.cpu())
+        self._logits.append(seen.gaussian.mean.cpu())
+
+    @property
+    def std(self) -> Float[Tensor, "N"]:
+        return torch.cat(self._std)
+
+    @property
+    def mutual_information(self) -> Float[Tensor, "N"]:
+        return torch.cat(self._information)
+
+    @property
+    def contrast_variance(self) -> Float[Tensor, "N"]:
+        return torch.cat(self._variance)
+
+    @property
+    def logits(self) -> Float[Tensor, "N M"]:
+        """The network's own logits ĝ, without T."""
+        return torch.cat(self._logits)
+
+
+class Spread(Generic[Kept]):
+    """What `keep` makes of some inputs, spread evenly over data of unknown length.
+
+    Data are often sorted by class, so the first inputs will not do. Kept are inputs whose number is a multiple of a
+    power of two; whenever more than `limit` are held, every other one is let go. So at least half of `limit` remain
+    where there are as many, and no random number is needed.
+    """
+
+    def __init__(self, limit: int, keep: Callable[[Seen, int], Kept]) -> None:
+        self.limit, self.keep = limit, keep
+        self.stride = 1
+        self.held: list[Kept] = []
+
+    def see(self, seen: Seen) -> None:
+        row = -seen.start % self.stride
+        while row < len(seen.labels):
+            self.held.append(self.keep(seen, row))
+            if len(self.held) > self.limit:
+                self.held = self.held[::2]
+                self.stride *= 2
+            row += self.stride - (seen.start + row) % self.stride
+
+
+def gaussian_and_label(seen: Seen, row: int) -> tuple[LogitGaussian, int]:
+    """The logits of one input without T and T_c, and its label."""
+    # Tempered by one: a copy, since a slice would keep its whole batch in memory.
+    return seen.gaussian[row : row + 1].tempered(1.0), int(seen.labels[row])
+
+
+def input_of(seen: Seen, row: int) -> Batch:
+    """One input as a batch."""
+    return seen.batch.rows(row, row + 1).map(torch.clone)
+
+
+@dataclass(frozen=True, eq=False)
+class Leader:
+    """An input that leads a list: its number, and what is needed to show it."""
+
+    score: float
+    index: int
+    batch: Batch
+    label: int
+    gaussian: LogitGaussian
+
+
+class Leaders:
+    """The inputs with the highest scores: the most uncertain, or (`wrong`) the most confident of the wrong ones."""
+
+    def __init__(self, limit: int, *, wrong: bool) -> None:
+        self.limit = limit
+        self.wrong = wrong
+        self.held: list[Leader] = []
+
+    def see(self, seen: Seen) -> None:
+        prediction = seen.prediction
+        scores = (prediction.confidence if self.wrong else prediction.mutual_information).cpu().double()
+        if self.wrong:
+            scores = scores.where(prediction.label.cpu() != seen.labels, -torch.inf)
+        for row in scores.topk(min(self.limit, len(scores))).indices.tolist():
+            score = float(scores[row])
+            full = len(self.held) == self.limit
+            if score == -torch.inf or (full and score <= self.held[-1].score):
+                break
+            # Tempered by one: a copy, since a slice would keep its whole batch in memory.
+            gaussian = seen.calibrated[row : row + 1].tempered(1.0)
+            leader = Leader(score, seen.start + row, input_of(seen, row), int(seen.labels[row]), gaussian)
+            self.held.append(leader)
+            self.held = sorted(self.held, key=lambda leader: -leader.score)[: self.limit]
+
+
+class Fingerprint:
+    """SHA-256 over all inputs and labels in their order, whatever batches they come in."""
+
+    def __init__(self) -> None:
+        self._inputs = hashlib.sha256()
+        self._labels = hashlib.sha256()
+        self.shape: tuple[int, ...] | None = None
+
+    def see(self, seen: Seen) -> None:
+        for value in (*seen.batch.args, *seen.batch.kwargs.values()):
+            if isinstance(value, Tensor):
+                self._inputs.update(_bytes(value))
+                self.shape = self.shape or tuple(value.shape[1:])
+        self._labels.update(_bytes(seen.labels))
+
+    def digest(self) -> str:
+        return hashlib.sha256(self._inputs.digest() + self._labels.digest()).hexdigest()
+
+
+def _bytes(value: Tensor) -> Any:
+    return value.detach().cpu().contiguous().view(torch.uint8).numpy() if value.numel() else b""

@@ -1,0 +1,315 @@
+"""The page of a report: one HTML file without scripts, fonts or anything else from elsewhere."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+
+from errbar import curves
+from errbar.atomic import replacing, require_writable_folder, write_all
+from errbar.report import charts
+from errbar.report.markup import Child, Markup, element, text
+from errbar.report.numbers import count, fixed, percent, significant
+from errbar.report.sections import examples_section, provenance_section, scores_table
+from errbar.report.values import Linearisation, Outliers, Report, ScaleCurves
+from errbar.report.wording import prose, table
+
+# The colours of all pictures of the package, by the names that the style sheet uses.
+_COLOURS = {
+    "blue": curves.BLUE,
+    "sky": curves.SKY,
+    "orange": curves.ORANGE,
+    "vermilion": curves.VERMILION,
+    "green": curves.GREEN,
+    "purple": curves.PURPLE,
+    "grey": curves.GREY,
+    "ink": curves.INK,
+    "dark-orange": curves.DARK_ORANGE,
+    "dark-blue": curves.BLUE,
+}
+# Nothing is loaded, and nothing could be.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_CLASS_ROWS = 60
+
+
+def write(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page, whole or not at all."""
+    require_writable_folder(path)
+    # File names may hold bytes that are no text; they become question marks.
+    data = page(report).encode("utf-8", errors="replace")
+    with replacing(path) as descriptor:
+        write_all(descriptor, data)
+
+
+def page(report: Report) -> str:
+    """The HTML of a report."""
+    made = [section for section in _sections(report) if section is not None]
+    contents = [element("li", element("a", title, href=f"#{anchor}")) for anchor, title, _ in made]
+    body = (
+        _patterns(),
+        element(
+            "header",
+            element("h1", "How far can these probabilities be trusted?"),
+            element("p", report.subject, class_="subject"),
+        ),
+        element(
+            "main",
+            _verdict(report),
+            element("nav", element("ol", contents), aria_label="Contents"),
+            (
+                element(
+                    "section",
+                    element("h2", title, id=f"{anchor}-title"),
+                    inside,
+                    id=anchor,
+                    aria_labelledby=f"{anchor}-title",
+                )
+                for anchor, title, inside in made
+            ),
+        ),
+        element("footer", element("p", prose(_FOOT))),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("title", f"errbar report: {report.subject}"),
+        element(
+            "style", Markup(_colours() + resources.files("errbar.report").joinpath("style.css").read_text("utf-8"))
+        ),
+    )
+    return "<!doctype html>\n" + element("html", head, element("body", body), lang="en") + "\n"
+
+
+_FOOT = (
+    "Intervals are 95\u202f% intervals: of accuracies by Wilson’s formula, of AUROCs by DeLong’s, of everything else "
+    "by resampling the inputs 1000 times (basic bootstrap). They say what other inputs from the same source would "
+    "change, not what another source would. PMF: the probabilities of all classes. NLL: the mean of −ln of the "
+    "probability that the label was given. Brier: the mean squared distance of the PMF from the label. ECE: the mean "
+    "gap between confidence and accuracy over bins of the confidence. AURC: the mean error rate over all coverages. "
+    "Of the last four less is better. The method: Malmström, Skog, Axehill and Gustafsson, arXiv 2303.07114."
+)
+
+
+def _colours() -> str:
+    return ":root{" + "".join(f"--{name}:{value};" for name, value in _COLOURS.items()) + "}\n"
+
+
+def _patterns() -> Markup:
+    """The hatching of what is over-confident or wrong, so that colour is not all that tells."""
+    lines = element("path", d="M-1 6L6 -1M-1 11L11 -1M4 11L11 4")
+    back = element("rect", width=10, height=10)
+    pattern = element("pattern", back, lines, id="over", width=5, height=5, patternUnits="userSpaceOnUse")
+    return element("svg", element("defs", pattern), class_="hidden", aria_hidden="true", width=0, height=0)
+
+
+def _verdict(report: Report) -> Markup:
+    sentences = [element("p", prose(sentence)) for sentence in report.verdict.sentences]
+    heading = element("h2", prose(report.verdict.headline), id="verdict")
+    return element("section", heading, sentences, class_="verdict", aria_labelledby="verdict")
+
+
+def _sections(report: Report) -> list[tuple[str, str, Child] | None]:
+    """Anchor, title and content of each part that the report has."""
+    return [
+        ("scores", "Scores", scores_table(report)),
+        ("calibration", "Calibration", _calibration(report)),
+        ("coverage", "What declining to answer would gain", _coverage(report)),
+        ("scales", "Temperature and covariance scale", _scales(report.curves, report)),
+        ("classes", "Class by class", _classes(report)),
+        ("inputs", "Inputs to look at", examples_section(report)),
+        None if report.outliers is None else ("outliers", "Inputs from elsewhere", _outliers(report.outliers)),
+        ("linearisation", "Is the linearisation good enough?", _linearisation(report.linearisation, report)),
+        ("provenance", "Provenance", provenance_section(report)),
+    ]
+
+
+def _panel(title: str, drawing: Markup) -> Markup:
+    return element("div", element("h3", title), drawing, class_="panel")
+
+
+def _figure(name: str, caption: Child, *panels: Child, three: bool = False, key: Child = None) -> Markup:
+    kind = "charts three" if three else "charts"
+    said = element("figcaption", element("b", name), " ", caption)
+    return element("figure", element("div", panels, class_=kind), key, said)
+
+
+def _calibration(report: Report) -> list[Child]:
+    diagrams = [_panel(variant.name, charts.reliability(variant)) for variant in report.variants]
+    shown = [report.variants[0], report.variants[-1]]
+    histograms = [_panel(one.name, charts.confidence_histogram(one.histogram, one.name)) for one in shown]
+    swatches = (
+        ("blue", "accuracy"),
+        ("over", "over-confident by"),
+        ("sky", "under-confident by"),
+        ("grey", "predictions"),
+    )
+    return [
+        _figure(
+            "Reliability.",
+            prose(
+                "The accuracy of the predictions in each bin of their confidence, with its 95\u202f% interval "
+                "(black), and the gap between the two. On the dashed line both are equal. Bins of fewer than 20 "
+                "predictions are faint; the grey bars above are the numbers of predictions, on a square-root scale."
+            ),
+            diagrams,
+            three=len(diagrams) > 2,
+            key=_boxes(swatches),
+        ),
+        _figure(
+            "Confidence.",
+            "How sure the predictions are, on a square-root scale.",
+            histograms,
+            key=_boxes((("grey", "all predictions"), ("over", "wrong ones"))),
+        ),
+    ]
+
+
+def _boxes(entries: tuple[tuple[str, str], ...]) -> Markup:
+    made = []
+    for colour, name in entries:
+        box = element("rect", width=14, height=11, class_=f"fill {colour}")
+        made.append(element("li", element("svg", box, viewBox="0 0 14 11", class_="box", aria_hidden="true"), name))
+    return element("ul", made, class_="key")
+
+
+def _coverage(report: Report) -> list[Child]:
+    final = report.variants[-1]
+    curve = final.risk_coverage
+    at = min(range(len(curve.x)), key=lambda place: abs(curve.x[place] - 0.9))
+    said = (
+        f"Who accepts only the most confident 90\u202f% of the answers ({final.name}) has {percent(curve.y[at])} "
+        f"errors among them, instead of {percent(1 - final.accuracy.value)} among all."
+    )
+    names = [f"{variant.name}, AURC {significant(variant.aurc)}" for variant in report.variants]
+    drawing = element("div", charts.risk_coverage(report.variants), class_="panel")
+    caption = "The share of errors among the most confident inputs, against the share of all inputs that these are."
+    return [element("p", said), _figure("Risk and coverage.", caption, drawing, key=charts.key(names))]
+
+
+def _scales(made: ScaleCurves | None, report: Report) -> list[Child]:
+    said = element(
+        "p",
+        prose(
+            "The logits are N(ĝ/T, T_c P/T²): the temperature T divides them, the covariance scale T_c multiplies "
+            f"their covariance. Here T = {significant(report.temperature, 4)} and T_c = "
+            f"{significant(report.covariance_scale, 4)}. Both flatten the probabilities, so that one can stand in "
+            "for the other; only T_c keeps error bars."
+        ),
+    )
+    if made is None:
+        return [said, *_missing(report, "curves")]
+    with_covariance = f"T_c = {significant(made.covariance_scale)}"
+    panels = (
+        element("div", charts.temperature_curve(made), _key([with_covariance, "T_c = 0"]), class_="panel"),
+        element(
+            "div",
+            charts.scale_curve(made),
+            _key([f"T = {significant(made.temperature)}", *(["the best T for each T_c"] if made.ridge else [])]),
+            class_="panel",
+        ),
+    )
+    caption = (
+        f"The NLL of {count(made.inputs)} inputs, spread over the data, as T and T_c vary; dotted, in vermilion, the "
+        "values in use, which were not chosen on these data. A flat curve on the right means that these data hardly "
+        "say what T_c is."
+    )
+    return [said, _figure("T and T_c.", prose(caption), panels)]
+
+
+def _key(names: list[str]) -> Markup:
+    return Markup(charts.key(names).replace("T_c", "<i>T</i><sub>c</sub>"))
+
+
+def _classes(report: Report) -> list[Child]:
+    rows = sorted(report.class_rows, key=lambda row: row.number)
+    note = ""
+    if len(rows) > _CLASS_ROWS:
+        worst = sorted(rows, key=lambda row: (row.recall != row.recall, row.recall))[:_CLASS_ROWS]
+        rows = sorted(worst, key=lambda row: row.number)
+        note = f" The {_CLASS_ROWS} classes of {count(len(report.class_rows))} with the lowest recall."
+    headings = (
+        "class",
+        "inputs",
+        "recall",
+        "predicted",
+        "precision",
+        "confidence",
+        "claimed − right",
+        "std",
+        "mostly taken for",
+    )
+    body = [
+        (
+            row.name,
+            count(row.inputs),
+            percent(row.recall),
+            count(row.predicted),
+            percent(row.precision),
+            percent(row.confidence),
+            fixed(100 * (row.confidence - row.precision), 1),
+            percent(row.std),
+            row.confused_with or "–",
+        )
+        for row in rows
+    ]
+    caption = (
+        f"{report.variants[-1].name.capitalize()}. Recall: the share of the inputs of a class that are taken for it. "
+        "Precision, confidence and the standard deviation of that confidence: of the inputs that are taken for it; in "
+        f"percentage points, what is claimed minus what is right.{note}"
+    )
+    return [table(caption, headings, body, words=(8,))]
+
+
+def _outliers(outliers: Outliers) -> list[Child]:
+    body = [
+        (
+            row.name,
+            f"{fixed(row.auroc.value, 3)}",
+            f"{fixed(row.auroc.low, 3)} to {fixed(row.auroc.high, 3)}",
+            significant(row.inside),
+            significant(row.outside),
+        )
+        for row in outliers.rows
+    ]
+    headings = ("score", "AUROC", "95\u202f%", "median, these", "median, elsewhere")
+    caption = (
+        f"How well scores tell the {count(outliers.inputs)} inputs of {outliers.name} from these: the AUROC is the "
+        "probability that one of them has a higher score than one of these. 0.5 is chance."
+    )
+    drawing = element("div", charts.roc(outliers), class_="panel")
+    names = [row.name for row in outliers.rows]
+    return [
+        table(caption, headings, body),
+        _figure(
+            "ROC.",
+            "True-positive rate against false-positive rate, as the threshold varies.",
+            drawing,
+            key=charts.key(names),
+        ),
+    ]
+
+
+def _linearisation(check: Linearisation | None, report: Report) -> list[Child]:
+    said = element(
+        "p",
+        "Error bars come from the delta method, which takes the logits as linear in the parameters. Networks drawn "
+        "from the posterior, run as a whole, show what that leaves out. For a last layer alone nothing is left out, "
+        "and only the noise of the draws remains.",
+    )
+    if check is None:
+        return [said, *_missing(report, "linearisation")]
+    caption = (
+        f"The standard deviation of the most likely class’s probability, for {check.inputs} inputs spread over the "
+        f"data: by {check.draws} drawn networks, against the delta method. The median of their ratio is "
+        f"{fixed(check.ratio.value, 2)} (quartiles {fixed(check.ratio.low, 2)} and {fixed(check.ratio.high, 2)}); "
+        f"the PMFs differ by {percent(check.distance, 2)} in total variation on average, of which "
+        f"{percent(check.noise, 2)} is noise of the draws."
+    )
+    drawing = element("div", charts.linearisation(check), class_="panel")
+    return [said, _figure("Delta method and drawn networks.", caption, drawing)]
+
+
+def _missing(report: Report, word: str) -> list[Child]:
+    return [element("p", prose(line), class_="missing") for line in report.missing if word in text(line)]

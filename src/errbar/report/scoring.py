@@ -1,0 +1,192 @@
+"""Scores of each way to a PMF with intervals, classes one by one, and what T and T_c do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar import metrics
+from errbar.logits import LogitGaussian
+from errbar.report.observing import AFTER, BEFORE, NETWORK, Observation
+from errbar.report.resampling import means, share
+from errbar.report.values import Bin, ClassRow, Curve, Estimate, Histogram, ScaleCurves, ScaleEffect, Variant
+
+NAMES = {
+    NETWORK: "network alone",
+    BEFORE: "with error bars, uncalibrated",
+    AFTER: "with error bars, calibrated",
+}
+_HISTOGRAM_BINS = 20
+_CURVE_POINTS = 120
+# The curves over T and T_c: so many draws, so many values on each side of the one in use, and a factor at the ends.
+_CURVE_SAMPLES = 200
+_STEPS = 7
+_TEMPERATURES, _SCALES = 3.0, 100.0
+# Above so many classes the ridge, which takes the square of the evaluations, would take minutes.
+_RIDGE_CLASSES = 100
+
+
+def variants(observation: Observation, bins: int, seed: int) -> tuple[Variant, ...]:
+    """All ways to a PMF that there are."""
+    names = dict(NAMES)
+    if AFTER not in observation.pmfs:
+        names[BEFORE] = "with error bars"
+    return tuple(
+        _variant(key, names[key], pmf, observation.labels, bins, seed) for key, pmf in observation.pmfs.items()
+    )
+
+
+def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int) -> Variant:
+    confidence, label = pmf.double().max(1)
+    right = (label == labels).double()
+    columns = [confidence - right, -of_label(pmf, labels).log(), squared_error(pmf, labels)]
+    gap, nll, brier = means(torch.stack(columns, 1), seed)
+    low, high = metrics.ece_interval(pmf, labels, bins, seed=seed)
+    return Variant(
+        key=key,
+        name=name,
+        confidence=float(confidence.mean()),
+        accuracy=share(float(right.sum()), len(right)),
+        gap=gap,
+        nll=nll,
+        brier=brier,
+        ece=Estimate(metrics.ece(pmf, labels, bins), low, high),
+        aurc=metrics.aurc(pmf, labels),
+        diagram=_diagram(metrics.reliability(pmf, labels, bins)),
+        histogram=_histogram(confidence, right),
+        risk_coverage=_risk_coverage(confidence, right),
+    )
+
+
+def of_label(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """The probability that each label was given."""
+    return pmf.double().gather(1, labels[:, None])[:, 0]
+
+
+def squared_error(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Σ_m (δ_{m,y_n} − f_m(x_n))² of each input, without a matrix of zeros and ones."""
+    probability = pmf.double()
+    return probability.square().sum(1) - 2 * of_label(pmf, labels) + 1
+
+
+def _diagram(values: metrics.Reliability) -> tuple[Bin, ...]:
+    edges, counts = values.edges.tolist(), [int(count) for count in values.count]
+    accuracies, confidences = values.accuracy.tolist(), values.confidence.tolist()
+    return tuple(
+        Bin(low, high, count, share(accuracy * count if count else 0, count), confidence)
+        for low, high, count, accuracy, confidence in zip(
+            edges[:-1], edges[1:], counts, accuracies, confidences, strict=True
+        )
+    )
+
+
+def _histogram(confidence: Float[Tensor, "N"], right: Float[Tensor, "N"]) -> Histogram:
+    index = (confidence * _HISTOGRAM_BINS).long().clamp(0, _HISTOGRAM_BINS - 1)
+    count = torch.bincount(index, minlength=_HISTOGRAM_BINS)
+    wrong = torch.bincount(index, 1 - right, _HISTOGRAM_BINS)
+    return Histogram(tuple(count.tolist()), tuple(int(number) for number in wrong.tolist()))
+
+
+def _risk_coverage(confidence: Float[Tensor, "N"], right: Float[Tensor, "N"]) -> Curve:
+    """The share of errors among the most confident inputs, against how many of all these are."""
+    order = confidence.argsort(descending=True, stable=True)
+    number = torch.arange(1, len(order) + 1, dtype=torch.float64)
+    risk = (1 - right[order]).cumsum(0) / number
+    at = torch.linspace(0, len(order) - 1, min(_CURVE_POINTS, len(order)), dtype=torch.float64).round().long()
+    return Curve(tuple((number[at] / len(order)).tolist()), tuple(risk[at].tolist()))
+
+
+def class_rows(
+    pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], std: Float[Tensor, "N"], names: Sequence[str]
+) -> tuple[ClassRow, ...]:
+    """One row for each class that occurs, as a label or as a prediction."""
+    confidence, predicted = pmf.double().max(1)
+    rows = []
+    for number in range(pmf.shape[1]):
+        of_class, taken = labels == number, predicted == number
+        if not (of_class.any() or taken.any()):
+            continue
+        hits = int((of_class & taken).sum())
+        others = torch.bincount(predicted[of_class & ~taken], minlength=pmf.shape[1])
+        worst = int(others.argmax())
+        inputs, predictions = int(of_class.sum()), int(taken.sum())
+        rows.append(
+            ClassRow(
+                number=number,
+                name=names[number],
+                inputs=inputs,
+                predicted=predictions,
+                recall=hits / inputs if inputs else math.nan,
+                precision=hits / predictions if predictions else math.nan,
+                confidence=float(confidence[taken].mean()) if predictions else math.nan,
+                std=float(std[taken].mean()) if predictions else math.nan,
+                confused_with=f"{names[worst]} ({int(others[worst])})" if int(others[worst]) else None,
+            )
+        )
+    return tuple(rows)
+
+
+# ------------------------------------------------------------------------------------------------------ T and T_c
+
+
+def scale_effect(
+    observation: Observation, logits: Float[Tensor, "N M"], std: Float[Tensor, "N"], seed: int
+) -> ScaleEffect:
+    """The posterior against plain temperature scaling with the best T for these very data; see `ScaleEffect`."""
+    labels = observation.labels
+    T = best_temperature(logits, labels)
+    plain = torch.log_softmax(logits.double() / T, 1).gather(1, labels[:, None])[:, 0]
+    gain = of_label(observation.final, labels).log() - plain
+    return ScaleEffect(T, means(gain[:, None], seed)[0], float(std.mean()))
+
+
+def best_temperature(logits: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> float:
+    """argmin_T −Σ ln softmax(ĝ/T)_y, by golden section in ln T between 0.01 and 100: in 1/T it is convex."""
+    scaled = logits.double()
+
+    def loss(logarithm: float) -> float:
+        return float(torch.nn.functional.cross_entropy(scaled / math.exp(logarithm), labels))
+
+    low, high = math.log(1e-2), math.log(1e2)
+    golden = (math.sqrt(5) - 1) / 2
+    for _ in range(40):
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, right) if loss(left) <= loss(right) else (left, high)
+    return math.exp((low + high) / 2)
+
+
+def scale_curves(
+    held: Sequence[tuple[LogitGaussian, int]], temperature: float, covariance_scale: float, seed: int
+) -> ScaleCurves:
+    """NLL of these inputs as T and T_c vary around the values in use, all with the same draws."""
+    gaussian = LogitGaussian.concatenated([one for one, _ in held])
+    labels = torch.tensor([label for _, label in held], device=gaussian.mean.device)
+
+    def nll(T: float, scale: float) -> float:
+        pmf = gaussian.tempered(T).scaled(scale).predict(_CURVE_SAMPLES, seed).pmf
+        return -float(of_label(pmf, labels).log().mean())
+
+    temperatures = _around(temperature, _TEMPERATURES)
+    # T_c = 0 has no place on a logarithmic axis; the curve is then that around T_c = 1.
+    scales = _around(covariance_scale or 1.0, _SCALES)
+    ridge = None
+    if gaussian.mean.shape[1] <= _RIDGE_CLASSES:
+        ridge = Curve(scales, tuple(min(nll(T, scale) for T in temperatures) for scale in scales))
+    return ScaleCurves(
+        inputs=len(held),
+        temperature=temperature,
+        covariance_scale=covariance_scale,
+        by_temperature=Curve(temperatures, tuple(nll(T, covariance_scale) for T in temperatures)),
+        without_covariance=Curve(temperatures, tuple(nll(T, 0.0) for T in temperatures)),
+        by_scale=Curve(scales, tuple(nll(temperature, scale) for scale in scales)),
+        ridge=ridge,
+    )
+
+
+def _around(middle: float, factor: float) -> tuple[float, ...]:
+    """Values from middle/factor to middle·factor, evenly in the logarithm, with the middle among them."""
+    return tuple(middle * factor ** (step / _STEPS) for step in range(-_STEPS, _STEPS + 1))

@@ -1,0 +1,114 @@
+"""The larger parts of the page: the table of scores, the inputs to look at, and where everything comes from."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+from errbar.report import charts
+from errbar.report.markup import Child, Markup, element
+from errbar.report.numbers import count, fixed, percent, significant, span
+from errbar.report.values import Estimate, Example, Report
+from errbar.report.wording import prose, table
+
+
+def scores_table(report: Report) -> list[Child]:
+    """Each way to a PMF with its scores, and below each score its interval; the best of each column is bold."""
+    variants = report.variants
+    columns: list[tuple[str, list[Child]]] = [
+        ("accuracy", _cells([one.accuracy for one in variants], 1, 100.0, largest=True)),
+        ("NLL", _cells([one.nll for one in variants], 4, 1.0)),
+        ("Brier", _cells([one.brier for one in variants], 4, 1.0)),
+        ("ECE (%)", _cells([one.ece for one in variants], 2, 100.0)),
+        ("claimed − right", _cells([one.gap for one in variants], 1, 100.0, nearest=True)),
+        ("AURC", [significant(one.aurc) for one in variants]),
+    ]
+    rows = [(one.name, *(cells[place] for _, cells in columns)) for place, one in enumerate(variants)]
+    caption = (
+        f"{count(report.inputs)} inputs of {count(report.classes)} classes; 95\u202f% intervals below. Claimed minus "
+        "right is the mean confidence minus the accuracy, in percentage points: positive is over-confident. The "
+        "accuracy is in per cent."
+    )
+    return [table(caption, ("", *(title for title, _ in columns)), rows)]
+
+
+def _cells(
+    estimates: Sequence[Estimate], digits: int, scale: float, *, largest: bool = False, nearest: bool = False
+) -> list[Child]:
+    """Numbers with their intervals; the best is the smallest, the largest, or the one nearest to zero."""
+    ranks = [-one.value if largest else abs(one.value) if nearest else one.value for one in estimates]
+    cells: list[Child] = []
+    for one, rank in zip(estimates, ranks, strict=True):
+        number = element("span", fixed(scale * one.value, digits), class_="best" if rank == min(ranks) else None)
+        cells.append(Markup(number + element("small", span(one, digits, scale))))
+    return cells
+
+
+def examples_section(report: Report) -> list[Child]:
+    made: list[Child] = [
+        element(
+            "p",
+            prose(
+                "Bars are probabilities with their 95\u202f% intervals: blue the prediction, orange the label where "
+                "it is another class. Ellipses are the logits of two classes at one and two standard deviations, "
+                "less the mean over all classes; dots are draws, in the colour of the class that wins, and on the "
+                "dashed line both are equal."
+            ),
+        ),
+        element("h3", "Most uncertain: the parameters say least about the class (mutual information)"),
+        element("ol", (_card(example) for example in report.uncertain), class_="cards"),
+    ]
+    if report.wrong:
+        made += [
+            element("h3", "Most confidently wrong"),
+            element("ol", (_card(example) for example in report.wrong), class_="cards"),
+        ]
+    else:
+        made.append(element("p", "No prediction is wrong.", class_="missing"))
+    shown = [example.picture for example in (*report.uncertain, *report.wrong)]
+    if any(picture is not None and picture.stretched for picture in shown):
+        made.append(
+            element(
+                "p", "The inputs are not in 0 … 1; to be seen they are stretched, each by itself.", class_="missing"
+            )
+        )
+    return made
+
+
+def _card(example: Example) -> Markup:
+    right = example.label == example.predicted
+    said = (
+        element("strong", example.predicted)
+        if right
+        else (element("strong", example.predicted), ", labelled ", element("strong", example.label))
+    )
+    head = element("div", element("span", said), element("span", f"input {example.name}", class_="name"), class_="head")
+    facts = (
+        ("confidence", f"{percent(example.confidence)} ± {fixed(100 * example.std, 1)}"),
+        ("entropy", f"{fixed(example.entropy, 2)} nats"),
+        ("of that, the model’s", f"{fixed(example.mutual_information, 3)}"),
+    )
+    listed = element("dl", ([element("dt", name), element("dd", value)] for name, value in facts), class_="facts")
+    plane = element("div", charts.logit_ellipse(example.ellipse), class_="plane")
+    bars = element("div", charts.pmf_bars(example.bars))
+    if example.picture is None:
+        wide = element("div", bars, class_="wide")
+        numbers = element("p", example.numbers, class_="numbers wide") if example.numbers else None
+        return element("li", head, wide, plane, listed, numbers, class_="card plain")
+    data = base64.b64encode(example.picture.png).decode("ascii")
+    image = element("img", src=f"data:image/png;base64,{data}", alt=f"Input {example.name}, labelled {example.label}")
+    picture = element("div", image, class_="picture")
+    return element("li", head, picture, bars, element("div", listed), plane, class_="card")
+
+
+def provenance_section(report: Report) -> list[Child]:
+    groups: list[Child] = []
+    for facts in report.provenance:
+        heading = element("tr", element("th", facts.heading, scope="rowgroup", colspan=2))
+        rows = [
+            element("tr", element("th", name, scope="row"), element("td", element("code", value)))
+            for name, value in facts.rows
+        ]
+        groups.append(element("tbody", heading, rows))
+    made = element("table", element("caption", "What this page was made of, and by what."), groups)
+    return [element("div", made, class_="scroll provenance", tabindex="0", role="group", aria_label="Provenance")]
