@@ -34,6 +34,9 @@ test-slow: setup
 # The page of errbar serve, in a real browser. Needs a chromium and says so: on Debian, apt-get install chromium.
 test-browser: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
+# With the chromium of the system, or that of `playwright install chromium`.
+test-browser: setup
+	$(BIN)/python -m pytest -m browser tests/browser
 
 check: setup
 	$(BIN)/ruff format --check src tests bench examples

@@ -42,7 +42,7 @@ def test_demo_passes_its_options_on(
     arguments: list[str], expected: tuple[Path, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(demo, "run", lambda output, progress: calls.append((output, progress)))
+    monkeypatch.setattr(demo, "run", lambda output, progress, quiet: calls.append((output, progress)))
     assert CliRunner().invoke(cli.application(), arguments).exit_code == 0
     assert calls == [expected]
 

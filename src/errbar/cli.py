@@ -7,6 +7,7 @@ annotations` here: typer evaluates the annotations, and `typer` itself is known 
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
+from errbar.commands.named import place_in_user_code, told
 from errbar.errors import ErrbarError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -24,21 +26,40 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a mistake becomes one sentence on standard error and exit code 1."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        application()(args=None if arguments is None else list(arguments), prog_name="errbar")
+        # What was typed travels along: a report says which command made it.
+        application()(args=typed, prog_name="errbar", obj=tuple(typed))
     except ErrbarError as error:
-        _leave(" ".join(str(error).split()))
+        _leave(" ".join(str(error).split()), error, typed)
     except torch.OutOfMemoryError as error:
-        _leave(
+        sentence = (
             f"The device is out of memory: {str(error).splitlines()[0]} Use a smaller --batch-size, or --device cpu."
         )
+        _leave(sentence, error, typed)
+    except Exception as error:
+        _leave(_unexpected(error), error, typed)
 
 
-def _leave(sentence: str) -> None:
-    """All ranks of a job fail with the same sentence, so the first tells it."""
+def _leave(sentence: str, error: Exception, typed: Sequence[str]) -> None:
+    """All ranks of a job fail with the same sentence, so the first tells it, after the traceback if that is wanted."""
     if os.environ.get("RANK", "0") == "0":
+        if "--traceback" in typed or os.environ.get("ERRBAR_TRACEBACK", "0") not in ("", "0"):
+            traceback.print_exception(error)
         sys.stderr.write(f"errbar: {sentence}\n")
     sys.exit(1)
+
+
+def _unexpected(error: Exception) -> str:
+    """An exception that nobody expected, in a sentence: of the user's own data set, or of errbar itself."""
+    place = place_in_user_code(error)
+    if place is not None:
+        return f"Your code raised {told(error)}, in {place}. errbar --traceback … shows the way there."
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"errbar failed with {told(error)}, in line {last.lineno} of {last.filename}. That should not happen: please "
+        "report it, with what errbar --traceback … shows."
+    )
 
 
 def application() -> "typer.Typer":
@@ -51,7 +72,7 @@ def application() -> "typer.Typer":
             f"the command line needs {missing.name}, which is not installed: pip install 'errbar[cli]'."
         ) from missing
 
-    from errbar.commands import assessing, fitting, predicting, serving
+    from errbar.commands import assessing, evaluating, exporting, fitting, predicting, serving
     from errbar.commands.models import model_of
     from errbar.commands.session import session
 
@@ -73,6 +94,12 @@ def application() -> "typer.Typer":
         version: Annotated[
             bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
         ] = False,
+        with_traceback: Annotated[
+            bool,
+            typer.Option(
+                "--traceback", help="After a mistake, show the way there too; ERRBAR_TRACEBACK=1 does the same."
+            ),
+        ] = False,
     ) -> None:
         """Options that need no command."""
 
@@ -81,12 +108,16 @@ def application() -> "typer.Typer":
         output: Annotated[
             Path, typer.Option("--output", metavar="DIR", help="Folder for the figures; made if missing.")
         ] = Path("demo-output"),
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
         progress: Annotated[bool, typer.Option(help="Show how long it still takes.")] = True,
     ) -> None:
         """Train on scikit-learn's digits, compare seven methods, fuse, assess risk, and draw the figures."""
         from errbar.demo import run
 
-        run(output, progress=progress)
+        with session("demo", as_json=as_json, progress=progress) as here:
+            facts = run(output, progress=here.progress, quiet=as_json)
+            if as_json:
+                here.answer(facts)
 
     @app.command()
     def reproduce(
@@ -104,16 +135,30 @@ def application() -> "typer.Typer":
         ] = None,
         quick: Annotated[bool, typer.Option("--quick", help="A small subset: the whole pipeline in a minute.")] = False,
         device: Annotated[str, typer.Option(help="Where to compute, for example cuda.")] = "cpu",
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
         progress: Annotated[bool, typer.Option(help="Show how long it still takes.")] = True,
     ) -> None:
         """Repeat an experiment of the paper: train, compare the methods, fuse, clean, and draw the figures."""
         from errbar.experiments.command import run
 
-        run(experiment, data=data, output=output, seeds=seeds, quick=quick, device=device, progress=progress, only=only)
+        with session("reproduce", as_json=as_json, progress=progress) as here:
+            facts = run(
+                experiment,
+                data=data,
+                output=output,
+                seeds=seeds,
+                quick=quick,
+                device=device,
+                progress=here.progress,
+                only=only,
+                quiet=as_json,
+            )
+            if as_json:
+                here.answer(facts)
 
-    functions: list[Callable[..., None]] = [fitting.fit, fitting.calibrate, predicting.predict, assessing.evaluate]
+    functions: list[Callable[..., None]] = [fitting.fit, fitting.calibrate, predicting.predict, evaluating.evaluate]
     functions += [predicting.fuse, assessing.plan, assessing.outliers, fitting.update, fitting.forget, fitting.merge]
-    functions += [serving.serve]
+    functions += [exporting.export, serving.serve]
     for function in functions:
         app.command()(function)
 

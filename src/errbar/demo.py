@@ -8,9 +8,9 @@ digits; the sizes, epochs and frame disturbances were set by hand, with results 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -342,13 +342,15 @@ def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Tabl
     return table
 
 
-def run(output: Path, progress: bool = True, settings: Settings | None = None) -> None:
-    """Everything, printed as it comes; figures as PNG files in `output`."""
+def run(
+    output: Path, progress: bool = True, settings: Settings | None = None, *, quiet: bool = False
+) -> dict[str, Any]:
+    """Everything, printed as it comes unless `quiet`, and returned by name; figures as PNG files in `output`."""
     settings = Settings() if settings is None else settings
     if output.exists() and not output.is_dir():
         raise ArgumentError(f"The output {output} is a file; expected a folder for the figures.")
     output.mkdir(parents=True, exist_ok=True)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=quiet)
     digits = load(settings)
     train_size, validation_size, test_size = (len(part.y) for part in digits)
     console.print(
@@ -373,6 +375,10 @@ def run(output: Path, progress: bool = True, settings: Settings | None = None) -
     risks = assess_risk(posterior, digits.test.x[index : index + 1], settings.threshold)
     title = f"The most ambiguous test digit, number {index}, labelled {int(digits.test.y[index])}"
     console.print(risk_table(title, risks, settings.threshold), "")
-    for path in draw(comparison, digits.test, output):
+    figures = draw(comparison, digits.test, output)
+    for path in figures:
         console.print(f"Drawn: {path}")
     console.print("", _NEXT, sep="\n")
+    tables = {"methods": comparison.scores, "classifiers": pair, "frames": frames, "risk": risks}
+    listed = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
+    return {"inputs": test_size, "figures": figures, **listed}

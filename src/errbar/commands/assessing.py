@@ -1,109 +1,30 @@
-"""`errbar evaluate`, `outliers` and `plan`: how good a posterior is, what looks wrong, and what would fit."""
+"""`errbar outliers` and `errbar plan`: what looks wrong, and what would fit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from jaxtyping import Float, Int
 from torch import Tensor
 
 import errbar
-from errbar._progress import track
 from errbar.commands import options
 from errbar.commands.choices import FisherChoice, PrecisionChoice, SuspicionChoice
 from errbar.commands.models import model_of
 from errbar.commands.posteriors import PosteriorRequest
 from errbar.commands.session import session, table
-from errbar.commands.source import NEW, TRAINING, DataRequest, Recorded
+from errbar.commands.source import TRAINING, DataRequest, Recorded
 from errbar.commands.writers import require_format, require_new, writing
-from errbar.data import Batch, batches, checked_labels, count_batches
+from errbar.data import Batch, batches
 from errbar.errors import ArgumentError, DataError
 
 # Rows of an output that are made at a time.
 _ROWS = 4096
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
-
-
-def evaluate(
-    posterior: options.PosteriorArgument,
-    data: options.DataArgument,
-    model: options.Model,
-    weights: options.Weights = None,
-    bins: Annotated[int, typer.Option("--bins", min=1, help="Of the expected calibration error.")] = 10,
-    samples: options.Samples = 1000,
-    seed: options.Seed = 0,
-    transform: options.Transform = None,
-    image_size: options.ImageSize = None,
-    batch_size: options.BatchSize = 256,
-    device: options.Device = "auto",
-    as_json: options.Json = False,
-    progress: options.Progress = True,
-) -> None:
-    """Accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
-    with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
-        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
-        loader = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes).loader()
-        stream = track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
-        pmfs, labels = _pmfs(loaded.posterior, stream, samples, seed)
-        scores = {name: _scores(pmf, labels, bins, seed) for name, pmf in pmfs.items()}
-        facts = {
-            "inputs": len(labels),
-            "temperature": loaded.posterior.temperature,
-            "covariance_scale": loaded.posterior.covariance_scale,
-            "bins": bins,
-            "scores": scores,
-        }
-        headings = ("", "accuracy", "NLL", "Brier", "ECE", "95 %", "AURC")
-        rows = [
-            (
-                name.replace("_", " "),
-                *(found[key] for key in ("accuracy", "nll", "brier", "ece")),
-                "–".join(f"{bound:.3f}" for bound in found["ece_interval"]),
-                found["aurc"],
-            )
-            for name, found in scores.items()
-        ]
-        here.answer(facts, table(f"{len(labels):,} inputs", headings, rows))
-
-
-def _pmfs(
-    posterior: errbar.Posterior, stream: Iterator[Batch], samples: int, seed: int
-) -> tuple[dict[str, Float[Tensor, "N M"]], Int[Tensor, "N"]]:
-    """PMFs of the network alone, with error bars as they come, and calibrated where T or T_c is not 1; and labels."""
-    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
-    T, scale = posterior.temperature, posterior.covariance_scale
-    found: dict[str, list[Tensor]] = {}
-    labels: list[Tensor] = []
-    for batch in stream:
-        gaussian = plain.accurate_logits(batch)
-        size, classes = gaussian.mean.shape
-        labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
-        made = {"network": torch.softmax(gaussian.mean, 1), "before_calibration": gaussian.predict(samples, seed).pmf}
-        if (T, scale) != (1.0, 1.0):
-            made["after_calibration"] = gaussian.tempered(T).scaled(scale).predict(samples, seed).pmf
-        for name, pmf in made.items():
-            found.setdefault(name, []).append(pmf.cpu())
-    if not labels:
-        raise DataError("The data are empty: expected at least one batch.")
-    return {name: torch.cat(parts) for name, parts in found.items()}, torch.cat(labels)
-
-
-def _scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int) -> dict[str, Any]:
-    metrics = errbar.metrics
-    return {
-        "accuracy": metrics.accuracy(pmf, labels),
-        "nll": metrics.nll(pmf, labels),
-        "brier": metrics.brier(pmf, labels),
-        "ece": metrics.ece(pmf, labels, bins),
-        "ece_interval": metrics.ece_interval(pmf, labels, bins, seed=seed),
-        "aurc": metrics.aurc(pmf, labels),
-    }
 
 
 def outliers(

@@ -39,3 +39,18 @@ class SuspicionChoice(StrEnum):
     LABEL_SUSPICION = "label-suspicion"
     MUTUAL_INFORMATION = "mutual-information"
     CONTRAST_VARIANCE = "contrast-variance"
+
+
+class DrawsChoice(StrEnum):
+    RANDOM = "random"
+    ANTITHETIC = "antithetic"
+    SOBOL = "sobol"
+
+
+class OutputChoice(StrEnum):
+    PMF = "pmf"
+    STD = "std"
+    COVARIANCE = "covariance"
+    LOGITS = "logits"
+    LOGIT_COVARIANCE = "logit-covariance"
+    RISK = "risk"

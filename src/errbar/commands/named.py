@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ def named(where: str, what: str) -> Any:
         raise ArgumentError(f"The {what} {where!r} cannot be imported: {error}.") from error
     except Exception as error:
         raise ArgumentError(
-            f"The {what} {where!r} cannot be imported: its module raised {_told(error)}. Expected a module that can "
-            "be imported without arguments."
+            f"The {what} {where!r} cannot be imported: its module raised {told_with_place(error)}. Expected a module "
+            "that can be imported without arguments."
         ) from error
     return found
 
@@ -42,7 +44,7 @@ def called(function: Callable[[], Any], where: str, what: str) -> Any:
         raise
     except Exception as error:
         raise ArgumentError(
-            f"The {what} {where!r} raised {_told(error)}. Expected a callable that needs no arguments."
+            f"The {what} {where!r} raised {told_with_place(error)}. Expected a callable that needs no arguments."
         ) from error
 
 
@@ -56,7 +58,24 @@ def extra(module: str, purpose: str, package: str, name: str) -> Any:
         ) from missing
 
 
-def _told(error: Exception) -> str:
-    """The type and the first line of what went wrong."""
+def told(error: Exception) -> str:
+    """The type and the first line of what went wrong, without a full stop."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def told_with_place(error: Exception) -> str:
+    """What went wrong, and in which line of the user's code."""
+    place = place_in_user_code(error)
+    return told(error) if place is None else f"{told(error)} (in {place})"
+
+
+def place_in_user_code(error: Exception) -> str | None:
+    """The last line on the way to an error that is neither of errbar nor of an installed library, if there is one."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    known = [Path(place).resolve() for place in installed] + [Path(__file__).resolve().parents[1]]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename).resolve()
+        if file.is_file() and not any(file.is_relative_to(place) for place in known):
+            return f"line {frame.lineno} of {frame.filename}"
+    return None

@@ -29,6 +29,7 @@ Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Th
 Results = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .jsonl, .csv, .parquet or .npz.")
 ]
+Graph = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .onnx or .pt2.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs in a batch of files and data sets.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto is a GPU where there is one.")]

@@ -46,7 +46,7 @@ def predict(
     with session("predict", as_json=as_json, progress=progress, device=device) as here:
         require_new(output, force)
         require_format(output)
-        thresholds = _thresholds(risk)
+        thresholds = thresholds_of(risk)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
         source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes, labelled=False)
 
@@ -91,7 +91,7 @@ def fuse(
     with session("fuse", as_json=as_json, progress=progress, device=device) as here:
         require_new(output, force)
         require_format(output)
-        thresholds = _thresholds(risk)
+        thresholds = thresholds_of(risk)
         asked = _requests(posterior, model, weights or [], frames)
         loaded = [request.load(here.device) for request in asked]
         classes = _same_classes(loaded, posterior)
@@ -166,7 +166,7 @@ def _tracked(source: Source, here: Session) -> Iterator[Batch]:
     return track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
 
 
-def _thresholds(risk: Sequence[str] | None) -> dict[str, float | Tensor]:
+def thresholds_of(risk: Sequence[str] | None) -> dict[str, float | Tensor]:
     """Columns of risk by their name: risk_0.05 for one threshold, risk_by_class for one for each class."""
     found: dict[str, float | Tensor] = {}
     for text in risk or []:

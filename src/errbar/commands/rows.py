@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from errbar.commands.named import extra
+from errbar.commands.named import extra, told_with_place
 from errbar.errors import DataError, ErrbarError, FileError, LabelError
 
 Transform = Callable[[Any], Any]
@@ -99,7 +99,7 @@ def apply(transform: Transform, sample: Any) -> Tensor:
         raise
     except Exception as error:
         raise DataError(
-            f"The transform raised {type(error).__name__}: {error}. Expected a function from one sample to a tensor."
+            f"The transform raised {told_with_place(error)}. Expected a function from one sample to a tensor."
         ) from error
     if not isinstance(made, Tensor):
         raise DataError(f"The transform returned a {type(made).__name__}; expected a tensor for each sample.")

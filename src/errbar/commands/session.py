@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
@@ -51,18 +51,18 @@ class Session:
         """What the first rank does for all, such as writing the file."""
         self.team.together(lambda: step() if self.team.leads else None)
 
-    def answer(self, facts: Mapping[str, Any], table: Table | str | None = None) -> None:
-        """Say what came out: all facts as JSON; for people the table, or the facts one a line."""
+    def answer(self, facts: Mapping[str, Any], printed: RenderableType | None = None) -> None:
+        """Say what came out: all facts as JSON; for people what is to be printed, or the facts one a line."""
         if not self.team.leads:
             return
         if self.as_json:
             seconds = round(time.monotonic() - self.start, 3)
             whole = {"command": self.command, **facts, "seconds": seconds, "notices": self.notices}
             sys.stdout.write(json.dumps(plain(whole), ensure_ascii=False, allow_nan=False) + "\n")
-        elif isinstance(table, str):
-            sys.stdout.write(table + "\n")
+        elif isinstance(printed, str):
+            sys.stdout.write(printed + "\n")
         else:
-            Console(highlight=False).print(facts_table(facts) if table is None else table)
+            Console(highlight=False).print(facts_table(facts) if printed is None else printed)
 
     def notice(self, text: str) -> None:
         """Something that the user should know and that stops nothing."""

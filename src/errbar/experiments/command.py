@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -41,11 +42,12 @@ def run(
     device: str,
     progress: bool,
     only: int | None = None,
-) -> None:
-    """Compute, then print the tables and draw the figures."""
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Compute, then print the tables (unless `quiet`) and draw the figures; returns tables and files by name."""
     options = Options(experiment, data, output, seeds, quick, device, progress, only)
     result = pretrained(options) if experiment in DEPTHS else reproduce(options)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=quiet)
     made = {name: tables.TABLES[name](result) for name in tables.available(result)}
     for name in _SHOWN:
         if name in made:
@@ -53,9 +55,12 @@ def run(
     page = output / f"{options.stem}.md"
     page.write_text("\n\n".join(f"## {t.title}\n\n{t.markdown()}" for t in made.values()) + "\n", encoding="utf-8")
     path = output / f"{options.stem}.json"
-    for drawn in figures.draw(json.loads(path.read_text(encoding="utf-8")), output):
-        console.print(f"Drawn: {drawn}")
+    drawn = figures.draw(json.loads(path.read_text(encoding="utf-8")), output)
+    for figure in drawn:
+        console.print(f"Drawn: {figure}")
     console.print(f"Written: {path}\nAll tables, with deviations and intervals: {page}")
+    described = {name: {"headings": t.headings, "rows": t.rows} for name, t in made.items()}
+    return {"experiment": experiment, "result": path, "page": page, "figures": drawn, "tables": described}
 
 
 def _compact(table: tables.Table) -> Printed:

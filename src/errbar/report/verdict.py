@@ -35,10 +35,11 @@ def verdict(
         sentences.append(_of_linearisation(linearisation))
     if outliers is not None:
         sentences.append(_of_outliers(outliers))
-    return Verdict(_headline(network, final), tuple(sentences))
+    return Verdict(headline(network, final), tuple(sentences))
 
 
-def _headline(network: Variant, final: Variant) -> str:
+def headline(network: Variant, final: Variant) -> str:
+    """The one sentence."""
     before, after = direction(network.gap), direction(final.gap)
     size = points(abs(final.gap.value))
     if before is None and after is None:
