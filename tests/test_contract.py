@@ -269,13 +269,26 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "log_likelihood", "nll", "brier", "ece", "ece_literal", "reliability", "aurc", "auroc"]
+    "name",
+    [
+        "accuracy",
+        "log_likelihood",
+        "nll",
+        "brier",
+        "ece",
+        "ece_literal",
+        "reliability",
+        "aurc",
+        "auroc",
+        "risk_coverage",
+        "roc",
+    ],
 )
 def test_every_metric_of_the_contract_has_a_docstring(name: str) -> None:
     function = getattr(errbar.metrics, name)
     assert inspect.getdoc(function)
     first, second = list(inspect.signature(function).parameters)[:2]
-    assert (first, second) == (("scores", "positive") if name == "auroc" else ("pmf", "labels"))
+    assert (first, second) == (("scores", "positive") if name in ("auroc", "roc") else ("pmf", "labels"))
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,50 @@ def aurc(pmf: Any, labels: Any) -> float:
     return float((wrong.cumsum(0) / torch.arange(1, len(wrong) + 1, dtype=torch.float64)).mean())
 
 
+def risk_coverage(pmf: Any, labels: Any, points: int | None = None) -> tuple[list[float], list[float]]:
+    """The risk–coverage curve as (coverage, risk): the error rate of the n most confident inputs, against n/N.
+
+    All N points of it, or so many, evenly spread; `aurc` is the mean of all. `errbar.plots.risk_coverage` draws it.
+    """
+    probability, truth = _checked(pmf, labels)
+    confidence, label = probability.max(1)
+    wrong = (label != truth)[confidence.argsort(descending=True, stable=True)].double()
+    number = torch.arange(1, len(wrong) + 1, dtype=torch.float64)
+    at = _spread(len(wrong), points)
+    return (number / len(wrong))[at].tolist(), (wrong.cumsum(0) / number)[at].tolist()
+
+
+def roc(scores: Any, positive: Any, points: int | None = None) -> tuple[list[float], list[float]]:
+    """The ROC curve as (false-positive rates, true-positive rates), from (0, 0) to (1, 1); ties are one step.
+
+    A point for each score that occurs, or so many, evenly spread along the curve; `auroc` is the area below all of
+    them. `errbar.plots.roc` draws it.
+    """
+    values, flags = _checked_scores(scores, positive)
+    order = values.argsort(descending=True)
+    hits = flags[order].double()
+    true, false = hits.cumsum(0) / hits.sum(), (1 - hits).cumsum(0) / (1 - hits).sum()
+    ends = torch.cat([values[order].diff() != 0, torch.tensor([True])]).nonzero()[:, 0]
+    at = ends[_spread(len(ends), points)]
+    return [0.0, *false[at].tolist()], [0.0, *true[at].tolist()]
+
+
 def auroc(scores: Any, positive: Any) -> float:
     """Pr{score of a positive > score of a negative} + ½ Pr{equal}: the area under the ROC curve."""
+    values, flags = _checked_scores(scores, positive)
+    positives, negatives = int(flags.sum()), int((~flags).sum())
+    return float((_mean_rank(values)[flags].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def _spread(count: int, points: int | None) -> Int[Tensor, "K"]:
+    """Indices of all of `count` points, or of so many of them, evenly spread, the last one among them."""
+    if points is not None and (isinstance(points, bool) or not isinstance(points, int) or points < 2):
+        raise ArgumentError(f"points is {points!r}; expected a whole number of two or more, or None for all.")
+    wanted = count if points is None else min(points, count)
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
+
+
+def _checked_scores(scores: Any, positive: Any) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
     values = torch.as_tensor(scores).detach().cpu().double()
     flags = torch.as_tensor(positive).detach().cpu()
     if values.ndim != 1 or flags.shape != values.shape:
@@ -140,7 +182,7 @@ def auroc(scores: Any, positive: Any) -> float:
     positives, negatives = int(flags.sum()), int((~flags).sum())
     if positives == 0 or negatives == 0:
         raise LabelError(f"There are {positives} positives and {negatives} negatives; expected some of each.")
-    return float((_mean_rank(values)[flags].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    return values, flags
 
 
 def _binned(confidence: Float[Tensor, "N"], bins: int) -> tuple[Float[Tensor, "edges"], Int[Tensor, "N"]]:

@@ -162,14 +162,10 @@ def label(
     return element("text", words, x=x, y=y, text_anchor=where, class_=class_, transform=transform)
 
 
-def italic(letter: str, index: str = "", after: str = "") -> Markup:
+def italic(letter: str, index: str = "") -> Markup:
     """A symbol, with an index where it has one."""
-    parts: list[Child] = [element("tspan", letter, font_style="italic")]
-    if index:
-        parts.append(element("tspan", index, dy=3, font_size=8))
-    if after:
-        parts.append(element("tspan", after, dy=-3) if index else after)
-    return Markup("".join(element("tspan", part) if not isinstance(part, Markup) else part for part in parts))
+    below = element("tspan", index, dy=3, font_size=8) if index else ""
+    return Markup(element("tspan", letter, font_style="italic") + below)
 
 
 def _shown(value: float) -> str:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar import metrics
 from errbar.data import Batch
 from errbar.errors import DataError
 from errbar.posterior import Posterior
@@ -129,12 +130,6 @@ def compare_outliers(
 
 
 def _roc(inside: Float[Tensor, "N"], outside: Float[Tensor, "K"]) -> Curve:
-    """True-positive rates at evenly spaced false-positive rates; ties are crossed in one step."""
-    values = torch.cat([inside, outside]).double()
-    order = values.argsort(descending=True)
-    flags = (torch.arange(len(values)) >= len(inside))[order].double()
-    true, false = flags.cumsum(0) / len(outside), (1 - flags).cumsum(0) / len(inside)
-    ends = torch.cat([values[order].diff() != 0, torch.tensor([True])]).nonzero()[:, 0]
-    wanted = torch.linspace(0, 1, _ROC_POINTS, dtype=torch.float64)
-    at = ends[torch.searchsorted(false[ends].contiguous(), wanted).clamp_max(len(ends) - 1)]
-    return Curve((0.0, *false[at].tolist()), (0.0, *true[at].tolist()))
+    both = torch.cat([inside, outside])
+    x, y = metrics.roc(both, torch.arange(len(both)) >= len(inside), _ROC_POINTS)
+    return Curve(tuple(x), tuple(y))

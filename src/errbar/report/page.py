@@ -8,7 +8,7 @@ from importlib import resources
 from errbar import curves
 from errbar.atomic import replacing, require_writable_folder, write_all
 from errbar.report import charts
-from errbar.report.markup import Child, Markup, element, text
+from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant
 from errbar.report.sections import examples_section, provenance_section, scores_table
 from errbar.report.values import Linearisation, Outliers, Report, ScaleCurves
@@ -312,4 +312,4 @@ def _linearisation(check: Linearisation | None, report: Report) -> list[Child]:
 
 
 def _missing(report: Report, word: str) -> list[Child]:
-    return [element("p", prose(line), class_="missing") for line in report.missing if word in text(line)]
+    return [element("p", prose(line), class_="missing") for line in report.missing if word in line]

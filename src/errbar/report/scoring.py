@@ -58,7 +58,7 @@ def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor,
         aurc=metrics.aurc(pmf, labels),
         diagram=_diagram(metrics.reliability(pmf, labels, bins)),
         histogram=_histogram(confidence, right),
-        risk_coverage=_risk_coverage(confidence, right),
+        risk_coverage=_curve(metrics.risk_coverage(pmf, labels, _CURVE_POINTS)),
     )
 
 
@@ -91,13 +91,8 @@ def _histogram(confidence: Float[Tensor, "N"], right: Float[Tensor, "N"]) -> His
     return Histogram(tuple(count.tolist()), tuple(int(number) for number in wrong.tolist()))
 
 
-def _risk_coverage(confidence: Float[Tensor, "N"], right: Float[Tensor, "N"]) -> Curve:
-    """The share of errors among the most confident inputs, against how many of all these are."""
-    order = confidence.argsort(descending=True, stable=True)
-    number = torch.arange(1, len(order) + 1, dtype=torch.float64)
-    risk = (1 - right[order]).cumsum(0) / number
-    at = torch.linspace(0, len(order) - 1, min(_CURVE_POINTS, len(order)), dtype=torch.float64).round().long()
-    return Curve(tuple((number[at] / len(order)).tolist()), tuple(risk[at].tolist()))
+def _curve(points: tuple[list[float], list[float]]) -> Curve:
+    return Curve(tuple(points[0]), tuple(points[1]))
 
 
 def class_rows(

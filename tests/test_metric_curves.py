@@ -1,0 +1,56 @@
+"""The curves of `metrics`, and that `plots` draws them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from errbar import metrics, plots
+from errbar.errors import ArgumentError, LabelError
+
+
+def sample(count: int = 200) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    pmf = torch.softmax(2 * torch.randn(count, 4, generator=generator, dtype=torch.float64), 1)
+    return pmf, torch.multinomial(pmf, 1, generator=generator)[:, 0]
+
+
+def test_the_area_under_risk_and_coverage_is_aurc() -> None:
+    pmf, labels = sample()
+    coverage, risk = metrics.risk_coverage(pmf, labels)
+    assert sum(risk) / len(risk) == pytest.approx(metrics.aurc(pmf, labels))
+    assert coverage == pytest.approx([(n + 1) / 200 for n in range(200)])
+    assert risk[-1] == pytest.approx(1 - metrics.accuracy(pmf, labels))
+    few = metrics.risk_coverage(pmf, labels, points=11)
+    assert (len(few[0]), few[0][-1], few[1][-1]) == (11, 1.0, risk[-1])
+
+
+def test_the_area_under_the_roc_curve_is_auroc_with_ties_too() -> None:
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randint(0, 9, (300,), generator=generator).double()
+    positive = torch.rand(300, generator=generator) < 0.1 + scores / 12
+    false, true = metrics.roc(scores, positive)
+    assert (false[0], true[0], false[-1], true[-1]) == (0, 0, 1, 1)
+    assert len(false) == 10  # one point a score that occurs, and the origin
+    area = torch.trapezoid(torch.tensor(true, dtype=torch.float64), torch.tensor(false, dtype=torch.float64))
+    assert float(area) == pytest.approx(metrics.auroc(scores, positive))
+    few = metrics.roc(scores, positive, points=4)
+    assert (len(few[0]), few[0][-1], few[1][-1]) == (5, 1.0, 1.0)
+
+
+def test_plots_take_the_curves_as_they_are() -> None:
+    pmf, labels = sample()
+    drawn = plots.risk_coverage({"a": metrics.risk_coverage(pmf, labels)})
+    assert drawn.lines[0].get_ydata()[-1] == pytest.approx(1 - metrics.accuracy(pmf, labels))
+    wrong = pmf.argmax(1) != labels
+    ax = plots.roc({"a": metrics.roc(1 - pmf.amax(1), wrong)})
+    written = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert written == [f"a (AUROC {metrics.auroc(1 - pmf.amax(1), wrong):.3f})"]
+
+
+def test_curves_without_positives_or_points_are_refused() -> None:
+    with pytest.raises(LabelError, match="0 positives and 2 negatives"):
+        metrics.roc([0.1, 0.2], [False, False])
+    with pytest.raises(ArgumentError, match="points is 1; expected a whole number of two or more"):
+        metrics.risk_coverage(*sample(), points=1)
