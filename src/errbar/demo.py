@@ -379,6 +379,11 @@ def run(
     for path in figures:
         console.print(f"Drawn: {path}")
     console.print("", _NEXT, sep="\n")
-    tables = {"methods": comparison.scores, "classifiers": pair, "frames": frames, "risk": risks}
+    tables: dict[str, Sequence[Any]] = {
+        "methods": comparison.scores,
+        "classifiers": pair,
+        "frames": frames,
+        "risk": risks,
+    }
     listed = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
     return {"inputs": test_size, "figures": figures, **listed}

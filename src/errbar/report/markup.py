@@ -24,7 +24,7 @@ Child = str | int | float | None | Iterable["Child"]
 Attribute = str | int | float | bool | None
 
 
-def element(name: str, *children: Child, **attributes: Attribute) -> Markup:
+def element(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     """<name attributes>children</name>.
 
     A plain text is escaped, None is nothing, and a list is its parts. Underscores in the names of attributes are
