@@ -294,8 +294,7 @@ def test_what_would_not_fit_into_memory_is_left_out_and_said(
     assert found.curves is None
     assert found.linearisation is None
     page = report.page(found)
-    assert "The curves over <i>T</i><sub>c</sub>" not in page
-    for sentence in ("The curves over T and", "The linearisation was not checked: draws of 131 parameters"):
+    for sentence in ("The curves over <i>T</i> and", "The linearisation was not checked: draws of 131 parameters"):
         assert sentence in page
 
 

@@ -19,6 +19,7 @@ from errbar.errors import ArgumentError, FileError, MismatchError
 _PICKLED = (".pt", ".pth", ".th", ".bin", ".ckpt")
 # Where training scripts put the state dict beside the epoch and the optimiser.
 _INSIDE = ("state_dict", "model_state_dict", "model")
+_COUNTER = "num_batches_tracked"
 # What DistributedDataParallel and torch.compile put before each name.
 _WRAPPERS = ("module.", "_orig_mod.")
 
@@ -35,10 +36,13 @@ def model_of(where: str, weights: Path | None, device: torch.device) -> nn.Modul
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Put the weights of a file into a model that must have exactly these names and shapes."""
+    """Put the weights of a file into a model that must have exactly these names and shapes.
+
+    Batch norms counted no batches before torch 0.4.1; files of that time lack the counters, which predict nothing.
+    """
     state = _unwrapped(_state_dict(_content(path), path), model.state_dict())
     wanted = model.state_dict()
-    missing = [name for name in wanted if name not in state]
+    missing = [name for name in wanted if name not in state and not name.endswith(_COUNTER)]
     unknown = [name for name in state if name not in wanted]
     other = [
         f"{name} is {tuple(state[name].shape)} and not {tuple(value.shape)}"
@@ -55,7 +59,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
             f"The weights {path} are of another model: {'; '.join(differences).strip()}. Give the file that was saved "
             "from this model."
         )
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=False)
 
 
 def device_of(name: str) -> torch.device:

@@ -114,8 +114,8 @@ class Frame:
             parts.append(label(x.start - 6, at + 3.5, _shown(100 * tick) if percent else _shown(tick), anchor="end"))
         parts.append(label((x.start + x.stop) / 2, y.start + 28, x_label, anchor="middle"))
         middle = (y.start + y.stop) / 2
-        turned = f"rotate(-90 {number(x.start - 34)} {number(middle)})"
-        parts.append(label(x.start - 34, middle, y_label, anchor="middle", transform=turned))
+        turned = f"rotate(-90 {number(x.start - 41)} {number(middle)})"
+        parts.append(label(x.start - 41, middle, y_label, anchor="middle", transform=turned))
         return Markup("".join(parts))
 
 
@@ -129,7 +129,7 @@ def frame(
 ) -> Frame:
     """A frame that fills a chart of `size`, less the room for axes on the left and below, and for `top` above."""
     width, height = size
-    return Frame(Scale(*x, 46.0, width - 10.0, kinds[0]), Scale(*y, height - 34.0, top, kinds[1]))
+    return Frame(Scale(*x, 52.0, width - 10.0, kinds[0]), Scale(*y, height - 34.0, top, kinds[1]))
 
 
 def chart(size: tuple[float, float], title: str, *parts: Child) -> Markup:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from errbar.curves import DASHES
 from errbar.report.axes import Frame, Scale, chart, frame, italic, label, polyline, segment
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant
 from errbar.report.values import Bar, Curve, Ellipse, Histogram, Linearisation, Outliers, ScaleCurves, Variant
+from errbar.report.wording import prose
 
 # Narrow enough for a telephone: two of them stand side by side on a page.
 _SIZE = (320.0, 230.0)
-_SQUARE = (320.0, 340.0)
+_SQUARE = (236.0, 262.0)
+_WIDE = (420.0, 250.0)
 # By position, as `errbar.curves.styles` gives them to methods.
 LINES = ("ink", "orange", "green", "purple")
 DASH = tuple("" if isinstance(dash, str) else " ".join(f"{part:g}" for part in dash[1]) for dash in DASHES)
@@ -23,7 +26,7 @@ _LEAST_CERTAIN = 20
 def reliability(variant: Variant) -> Markup:
     """The accuracy of each bin of confidence with its interval, the gap to the mean confidence, and counts above."""
     size = _SQUARE
-    made = frame((0, 1), (0, 1), size, top=44.0)
+    made = frame((0, 1), (0, 1), size, top=40.0)
     parts: list[Child] = []
     largest = max((bin_.count for bin_ in variant.diagram), default=1) or 1
     for bin_ in variant.diagram:
@@ -36,16 +39,14 @@ def reliability(variant: Variant) -> Markup:
         over = confidence > accuracy
         parts.append(made.bar(bin_.low, bin_.high, low, high, "over" if over else "sky", **faint))
         middle = made.x((bin_.low + bin_.high) / 2)
-        parts.append(segment((middle, made.y(bin_.accuracy.low)), (middle, made.y(bin_.accuracy.high)), "whisker"))
-        above = Scale(0, largest, 40.0, 12.0, "root")
-        height = 40.0 - above(bin_.count)
+        ends = (middle, made.y(bin_.accuracy.low)), (middle, made.y(bin_.accuracy.high))
+        parts.append(element("g", segment(*ends, "whisker"), **faint))
+        above = Scale(0, largest, 36.0, 8.0, "root")(bin_.count)
         left, right = made.x(bin_.low) + 0.5, made.x(bin_.high) - 0.5
-        box = {"x": left, "y": 40.0 - height, "width": right - left, "height": height}
+        box = {"x": left, "y": above, "width": right - left, "height": 36.0 - above}
         parts.append(element("rect", class_="fill grey", **box))
     parts.append(made.line([(0, 0), (1, 1)], "ink", dash="4 3", width=1.0))
-    parts.append(made.axes("confidence", "accuracy"))
-    note = f"ECE {percent(variant.ece.value)}"
-    parts.append(label(made.x(1) - 4, made.y(0) - 8, note, anchor="end", class_="note"))
+    parts.append(made.axes("confidence", "accuracy", x_ticks=(0, 0.5, 1), y_ticks=(0, 0.5, 1)))
     said = (
         f"Reliability diagram, {variant.name}: accuracy against confidence in {len(variant.diagram)} bins; expected "
         f"calibration error {percent(variant.ece.value)}; mean confidence {percent(variant.confidence)}, accuracy "
@@ -77,11 +78,11 @@ def confidence_histogram(histogram: Histogram, name: str) -> Markup:
 def risk_coverage(variants: Sequence[Variant]) -> Markup:
     """The share of errors among the most confident inputs, for each way to a PMF."""
     highest = max(max(variant.risk_coverage.y) for variant in variants)
-    made = frame((0, 1), (0, highest * 1.05 or 1.0), _SIZE)
+    made = frame((0, 1), (0, highest * 1.05 or 1.0), _WIDE)
     lines = [_line(made, variant.risk_coverage, place) for place, variant in enumerate(variants)]
     areas = ", ".join(f"{variant.name} {significant(variant.aurc)}" for variant in variants)
     axes = made.axes("coverage", "errors among these (%)", percent=True)
-    return chart(_SIZE, f"Risk against coverage. Areas under the curves: {areas}.", lines, axes)
+    return chart(_WIDE, f"Risk against coverage. Areas under the curves: {areas}.", lines, axes)
 
 
 def _line(made: Frame, curve: Curve, place: int) -> Markup:
@@ -95,7 +96,7 @@ def key(names: Sequence[str]) -> Markup:
         swatch = element(
             "svg", polyline([(0, 5), (30, 5)], LINES[place], dash=DASH[place]), viewBox="0 0 30 10", aria_hidden="true"
         )
-        entries.append(element("li", swatch, name))
+        entries.append(element("li", swatch, element("span", prose(name))))
     return element("ul", entries, class_="key")
 
 
@@ -135,11 +136,23 @@ def _scale_chart(curves: Sequence[Curve], chosen: float | None, symbol: Markup, 
     if chosen is not None:
         parts.append(segment((made.x(chosen), made.y.start), (made.x(chosen), made.y.stop), "chosen"))
     for place, curve in enumerate(curves):
-        points = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if b <= high + margin]
+        points = _below(curve, high + margin)
         if len(points) > 1:
             parts.append(made.line(points, LINES[place], dash=DASH[place]))
     parts.append(made.axes(symbol, "NLL"))
     return chart(_SIZE, said, parts)
+
+
+def _below(curve: Curve, limit: float) -> list[tuple[float, float]]:
+    """The points of a curve up to a limit of y, and where it crosses that (evenly in ln x, as it is drawn)."""
+    points = list(zip(curve.x, curve.y, strict=True))
+    kept = [points[0]] if points[0][1] <= limit else []
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if (y <= limit) != (next_y <= limit) and math.isfinite(y) and math.isfinite(next_y):
+            kept.append((x * (next_x / x) ** ((limit - y) / (next_y - y)), limit))
+        if next_y <= limit:
+            kept.append((next_x, next_y))
+    return kept
 
 
 def roc(outliers: Outliers) -> Markup:
@@ -173,9 +186,9 @@ def linearisation(check: Linearisation) -> Markup:
 
 def pmf_bars(bars: Sequence[Bar]) -> Markup:
     """Probabilities as horizontal bars with their 95 % intervals; blue the prediction, orange the label."""
-    width, row = 230.0, 19.0
+    width, row, left = 236.0, 19.0, 78.0
     size = (width, row * len(bars) + 20.0)
-    across = Scale(0, 1, 84.0, width - 8.0)
+    across = Scale(0, 1, left, width - 8.0)
     parts: list[Child] = []
     colours = {"predicted": "blue", "label": "orange", "other": "grey"}
     for place, bar in enumerate(bars):
@@ -183,15 +196,15 @@ def pmf_bars(bars: Sequence[Bar]) -> Markup:
         middle = top + row / 2 - 2
         words = bar.name if len(bar.name) <= 13 else bar.name[:12] + "…"
         weight = "strong" if bar.role != "other" else None
-        parts.append(label(79.0, middle + 3.5, words, anchor="end", class_=weight))
-        box = {"x": 84.0, "y": top, "height": row - 5, "width": across(bar.probability) - 84.0}
+        parts.append(label(left - 5, middle + 3.5, words, anchor="end", class_=weight))
+        box = {"x": left, "y": top, "height": row - 5, "width": across(bar.probability) - left}
         parts.append(element("rect", class_=f"fill {colours[bar.role]}", **box))
         parts.append(segment((across(bar.low), middle), (across(bar.high), middle), "whisker"))
         ends = (across(bar.low), across(bar.high))
         parts += [segment((end, middle - 3), (end, middle + 3), "whisker") for end in ends]
     bottom = row * len(bars) + 3
-    parts.append(segment((84.0, 0), (84.0, bottom), "axis"))
-    parts.append(segment((84.0, bottom), (across(1), bottom), "axis"))
+    parts.append(segment((left, 0), (left, bottom), "axis"))
+    parts.append(segment((left, bottom), (across(1), bottom), "axis"))
     for tick in (0, 0.5, 1):
         parts.append(segment((across(tick), bottom), (across(tick), bottom + 3), "axis"))
         parts.append(label(across(tick), bottom + 14, significant(tick), anchor="middle"))

@@ -125,18 +125,21 @@ def _sections(report: Report) -> list[tuple[str, str, Child] | None]:
     ]
 
 
-def _panel(title: str, drawing: Markup) -> Markup:
+def _panel(title: Child, drawing: Markup) -> Markup:
     return element("div", element("h3", title), drawing, class_="panel")
 
 
 def _figure(name: str, caption: Child, *panels: Child, three: bool = False, key: Child = None) -> Markup:
     kind = "charts three" if three else "charts"
-    said = element("figcaption", element("b", name), " ", caption)
+    said = element("figcaption", element("b", prose(name)), " ", caption)
     return element("figure", element("div", panels, class_=kind), key, said)
 
 
 def _calibration(report: Report) -> list[Child]:
-    diagrams = [_panel(variant.name, charts.reliability(variant)) for variant in report.variants]
+    diagrams = [
+        _panel([variant.name, element("span", f"ECE {percent(variant.ece.value)}")], charts.reliability(variant))
+        for variant in report.variants
+    ]
     shown = [report.variants[0], report.variants[-1]]
     histograms = [_panel(one.name, charts.confidence_histogram(one.histogram, one.name)) for one in shown]
     swatches = (
@@ -150,7 +153,7 @@ def _calibration(report: Report) -> list[Child]:
             "Reliability.",
             prose(
                 "The accuracy of the predictions in each bin of their confidence, with its 95\u202f% interval "
-                "(black), and the gap between the two. On the dashed line both are equal. Bins of fewer than 20 "
+                "(thin line), and the gap between the two. On the dashed line both are equal. Bins of fewer than 20 "
                 "predictions are faint; the grey bars above are the numbers of predictions, on a square-root scale."
             ),
             diagrams,
@@ -170,7 +173,8 @@ def _boxes(entries: tuple[tuple[str, str], ...]) -> Markup:
     made = []
     for colour, name in entries:
         box = element("rect", width=14, height=11, class_=f"fill {colour}")
-        made.append(element("li", element("svg", box, viewBox="0 0 14 11", class_="box", aria_hidden="true"), name))
+        swatch = element("svg", box, viewBox="0 0 14 11", class_="box", aria_hidden="true")
+        made.append(element("li", swatch, element("span", name)))
     return element("ul", made, class_="key")
 
 
@@ -202,11 +206,11 @@ def _scales(made: ScaleCurves | None, report: Report) -> list[Child]:
         return [said, *_missing(report, "curves")]
     with_covariance = f"T_c = {significant(made.covariance_scale)}"
     panels = (
-        element("div", charts.temperature_curve(made), _key([with_covariance, "T_c = 0"]), class_="panel"),
+        element("div", charts.temperature_curve(made), charts.key([with_covariance, "T_c = 0"]), class_="panel"),
         element(
             "div",
             charts.scale_curve(made),
-            _key([f"T = {significant(made.temperature)}", *(["the best T for each T_c"] if made.ridge else [])]),
+            charts.key([f"T = {significant(made.temperature)}", *(["the best T for each T_c"] if made.ridge else [])]),
             class_="panel",
         ),
     )
@@ -216,10 +220,6 @@ def _scales(made: ScaleCurves | None, report: Report) -> list[Child]:
         "say what T_c is."
     )
     return [said, _figure("T and T_c.", prose(caption), panels)]
-
-
-def _key(names: list[str]) -> Markup:
-    return Markup(charts.key(names).replace("T_c", "<i>T</i><sub>c</sub>"))
 
 
 def _classes(report: Report) -> list[Child]:
@@ -244,22 +244,22 @@ def _classes(report: Report) -> list[Child]:
         (
             row.name,
             count(row.inputs),
-            percent(row.recall),
+            fixed(100 * row.recall, 1),
             count(row.predicted),
-            percent(row.precision),
-            percent(row.confidence),
+            fixed(100 * row.precision, 1),
+            fixed(100 * row.confidence, 1),
             fixed(100 * (row.confidence - row.precision), 1),
-            percent(row.std),
+            fixed(100 * row.std, 1),
             row.confused_with or "–",
         )
         for row in rows
     ]
     caption = (
         f"{report.variants[-1].name.capitalize()}. Recall: the share of the inputs of a class that are taken for it. "
-        "Precision, confidence and the standard deviation of that confidence: of the inputs that are taken for it; in "
-        f"percentage points, what is claimed minus what is right.{note}"
+        "Precision, confidence, their difference and the standard deviation of the confidence: of the inputs that are "
+        f"taken for it. All in per cent.{note}"
     )
-    return [table(caption, headings, body, words=(8,))]
+    return [table("classes-caption", caption, headings, body, words=(8,))]
 
 
 def _outliers(outliers: Outliers) -> list[Child]:
@@ -281,7 +281,7 @@ def _outliers(outliers: Outliers) -> list[Child]:
     drawing = element("div", charts.roc(outliers), class_="panel")
     names = [row.name for row in outliers.rows]
     return [
-        table(caption, headings, body),
+        table("outliers-caption", caption, headings, body),
         _figure(
             "ROC.",
             "True-positive rate against false-positive rate, as the threshold varies.",

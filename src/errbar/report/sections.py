@@ -16,7 +16,7 @@ def scores_table(report: Report) -> list[Child]:
     """Each way to a PMF with its scores, and below each score its interval; the best of each column is bold."""
     variants = report.variants
     columns: list[tuple[str, list[Child]]] = [
-        ("accuracy", _cells([one.accuracy for one in variants], 1, 100.0, largest=True)),
+        ("accuracy (%)", _cells([one.accuracy for one in variants], 1, 100.0, largest=True)),
         ("NLL", _cells([one.nll for one in variants], 4, 1.0)),
         ("Brier", _cells([one.brier for one in variants], 4, 1.0)),
         ("ECE (%)", _cells([one.ece for one in variants], 2, 100.0)),
@@ -26,10 +26,9 @@ def scores_table(report: Report) -> list[Child]:
     rows = [(one.name, *(cells[place] for _, cells in columns)) for place, one in enumerate(variants)]
     caption = (
         f"{count(report.inputs)} inputs of {count(report.classes)} classes; 95\u202f% intervals below. Claimed minus "
-        "right is the mean confidence minus the accuracy, in percentage points: positive is over-confident. The "
-        "accuracy is in per cent."
+        "right is the mean confidence minus the accuracy, in percentage points: positive is over-confident."
     )
-    return [table(caption, ("", *(title for title, _ in columns)), rows)]
+    return [table("scores-caption", caption, ("probabilities", *(title for title, _ in columns)), rows)]
 
 
 def _cells(
@@ -76,29 +75,26 @@ def examples_section(report: Report) -> list[Child]:
 
 
 def _card(example: Example) -> Markup:
-    right = example.label == example.predicted
-    said = (
-        element("strong", example.predicted)
-        if right
-        else (element("strong", example.predicted), ", labelled ", element("strong", example.label))
-    )
-    head = element("div", element("span", said), element("span", f"input {example.name}", class_="name"), class_="head")
+    """What was said about an input, its picture, its logits and its PMF, side by side."""
+    said: list[Child] = [element("strong", example.predicted)]
+    if example.label != example.predicted:
+        said += [", labelled ", element("strong", example.label)]
     facts = (
-        ("confidence", f"{percent(example.confidence)} ± {fixed(100 * example.std, 1)}"),
-        ("entropy", f"{fixed(example.entropy, 2)} nats"),
-        ("of that, the model’s", f"{fixed(example.mutual_information, 3)}"),
+        f"input {example.name}",
+        f"confidence {percent(example.confidence)} ± {fixed(100 * example.std, 1)}",
+        f"entropy {fixed(example.entropy, 2)} nats, {fixed(example.mutual_information, 2)} of it the model’s",
     )
-    listed = element("dl", ([element("dt", name), element("dd", value)] for name, value in facts), class_="facts")
+    words = element("div", element("p", said), [element("p", fact, class_="fact") for fact in facts], class_="words")
+    picture: Child = None
+    if example.picture is not None:
+        data = base64.b64encode(example.picture.png).decode("ascii")
+        named = f"Input {example.name}, labelled {example.label}"
+        picture = element("img", src=f"data:image/png;base64,{data}", alt=named, class_="picture")
+    elif example.numbers:
+        picture = element("p", example.numbers, class_="numbers")
     plane = element("div", charts.logit_ellipse(example.ellipse), class_="plane")
-    bars = element("div", charts.pmf_bars(example.bars))
-    if example.picture is None:
-        wide = element("div", bars, class_="wide")
-        numbers = element("p", example.numbers, class_="numbers wide") if example.numbers else None
-        return element("li", head, wide, plane, listed, numbers, class_="card plain")
-    data = base64.b64encode(example.picture.png).decode("ascii")
-    image = element("img", src=f"data:image/png;base64,{data}", alt=f"Input {example.name}, labelled {example.label}")
-    picture = element("div", image, class_="picture")
-    return element("li", head, picture, bars, element("div", listed), plane, class_="card")
+    bars = element("div", charts.pmf_bars(example.bars), class_="bars")
+    return element("li", words, picture, plane, bars, class_="card" if example.picture is not None else "card plain")
 
 
 def provenance_section(report: Report) -> list[Child]:
@@ -110,5 +106,4 @@ def provenance_section(report: Report) -> list[Child]:
             for name, value in facts.rows
         ]
         groups.append(element("tbody", heading, rows))
-    made = element("table", element("caption", "What this page was made of, and by what."), groups)
-    return [element("div", made, class_="scroll provenance", tabindex="0", role="group", aria_label="Provenance")]
+    return [element("table", groups, class_="provenance", aria_labelledby="provenance-title")]

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from errbar.report.markup import Child, Markup, element, text
 
+_SYMBOL = re.compile(r"(?<![A-Za-z0-9_.:])T(_c)?(?![A-Za-z0-9_.:])|(?<![A-Za-z0-9_])T(_c)?(?=[.:] |[.:]$)")
+_SET = {"T": "<i>T</i>", "T_c": "<i>T</i><sub>c</sub>"}
+
 
 def prose(sentence: str) -> Markup:
-    """A sentence with T_c set as a symbol with an index; everything else is escaped.
+    """A sentence with T and T_c set as symbols; everything else is escaped.
 
-    >>> prose("T_c < 1")
-    '<i>T</i><sub>c</sub> &lt; 1'
+    >>> prose("T_c < T")
+    '<i>T</i><sub>c</sub> &lt; <i>T</i>'
     """
-    return Markup(text(sentence).replace("T_c", "<i>T</i><sub>c</sub>"))
+    return Markup(_SYMBOL.sub(lambda found: _SET[found[0]], text(sentence)))
 
 
 def table(
-    caption: Child, headings: Sequence[Child], rows: Sequence[Sequence[Child]], *, words: Sequence[int] = ()
+    anchor: str,
+    caption: str,
+    headings: Sequence[Child],
+    rows: Sequence[Sequence[Child]],
+    *,
+    words: Sequence[int] = (),
 ) -> Markup:
-    """A table whose first column names the rows. It can be scrolled sideways where it is too wide, also by keys.
+    """A table whose first column names the rows, and its caption above it, which stays where the table is scrolled.
 
-    `words` are the columns that hold words and not numbers.
+    It can be scrolled sideways where it is too wide, also by keys. `words` are the columns that hold words.
     """
-    head = [
-        element("th", heading, scope="col", class_="words" if n in words else None)
-        for n, heading in enumerate(headings)
-    ]
+
+    def kind(column: int) -> str | None:
+        return "words" if column in words else None
+
+    head = [element("th", heading, scope="col", class_=kind(place)) for place, heading in enumerate(headings)]
     body = [
         element(
             "tr",
             element("th", row[0], scope="row"),
-            [element("td", cell, class_="words" if n in words else None) for n, cell in enumerate(row[1:], start=1)],
+            [element("td", cell, class_=kind(place)) for place, cell in enumerate(row[1:], start=1)],
         )
         for row in rows
     ]
-    made = element("table", element("caption", caption), element("thead", element("tr", head)), element("tbody", body))
-    return element("div", made, class_="scroll", tabindex="0", role="group", aria_label=_short(caption))
+    made = element("table", element("thead", element("tr", head)), element("tbody", body), aria_labelledby=anchor)
+    said = element("p", prose(caption), id=anchor, class_="caption")
+    return Markup(said + scrolled(made, anchor))
 
 
-def _short(caption: Child) -> str:
-    """The first words of a caption, which name the part of the page."""
-    plain = caption if isinstance(caption, str) and not isinstance(caption, Markup) else "Table"
-    return plain.split(".")[0].split(":")[0]
+def scrolled(inside: Markup, anchor: str) -> Markup:
+    """A part of the page that can be scrolled sideways; it needs a name, and the focus of the keyboard."""
+    return element("div", inside, class_="scroll", tabindex="0", role="group", aria_labelledby=anchor)
