@@ -11,6 +11,7 @@ import torch
 import errbar
 from command_line import CLASSES, Workspace, run, said
 from errbar.commands import choices
+from errbar.commands.wording import in_words_of_commands
 from errbar.export import OUTPUTS
 
 MODEL = ["--model", "tiny_net:trained"]
@@ -36,7 +37,10 @@ def files(workspace: Workspace) -> Workspace:
             "    yield torch.zeros(2, 4, dtype=torch.float64)\n"
             "    raise OSError('the disk is gone.\\nreally')\n\n\n"
             "def fails():\n"
-            "    return 1 / 0\n"
+            "    return 1 / 0\n\n\n"
+            "def workers():\n"
+            "    from torch.utils.data import DataLoader\n"
+            "    return DataLoader(Broken(), num_workers=1)\n"
         )
     return workspace
 
@@ -168,6 +172,7 @@ def test_the_outputs_to_choose_from_are_those_of_the_library() -> None:
     ("data", "expected"),
     [
         ("bad_data:Broken", "Your code raised KeyError: 'no row', in line 10 of "),
+        ("bad_data:workers", "Your code raised KeyError: 'no row', in line 10 of "),
         ("bad_data:stream", "Your code raised OSError: the disk is gone, in line 15 of "),
         ("bad_data:fails", "raised ZeroDivisionError: division by zero (in line 19 of "),
     ],
@@ -188,6 +193,36 @@ def test_an_exception_of_the_users_code_is_one_sentence_with_its_place(
         assert shown.code == 1
         assert "Traceback (most recent call last)" in shown.err
         assert shown.err.endswith(result.err)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "expected"),
+    [
+        ("check their dtype, or pass unpack= if the batch holds something else.", "or change them with --transform."),
+        (
+            "Fit (last_layers=1) with fisher='eta' or structure='kron'.",
+            "(--last-layers 1) with --fisher eta or --struct",
+        ),
+        ("Expected exactly one of last_layers= and parameters=.", "one of --last-layers and --parameters."),
+        ("Pass leave_out=False for data", "Use --held-out for data"),
+    ],
+)
+def test_advice_is_in_the_words_of_the_command_line(sentence: str, expected: str) -> None:
+    assert expected in in_words_of_commands(sentence)
+
+
+def test_a_path_that_cannot_be_written_asks_for_no_report(files: Workspace) -> None:
+    Path("file").touch()
+    result = run("demo", "--output", "file/inside")
+    assert (result.code, result.out) == (1, "")
+    assert "NotADirectoryError" in result.err
+    assert "report it" not in result.err
+
+
+def test_verify_without_weights_says_how_to_give_them(files: Workspace) -> None:
+    result = run("verify", "posterior.safetensors", "tiny_net:untrained")
+    assert result.code == 1
+    assert "Give its weights with --weights." in result.err
 
 
 def test_an_exception_of_errbar_itself_asks_for_a_report(files: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,20 @@ def test_warnings_are_notices(files: Workspace, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- models and data
 
 
+def test_weights_from_before_batch_norms_counted_batches_are_taken(workspace: Workspace, tmp_path: Path) -> None:
+    from errbar.commands.models import load_weights
+
+    model, other = (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
+    state = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    torch.save(state, tmp_path / "old.pt")
+    load_weights(other, tmp_path / "old.pt")
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
+    del state["1.running_mean"]
+    torch.save(state, tmp_path / "less.pt")
+    with pytest.raises(errbar.MismatchError, match=r"1\.running_mean missing"):
+        load_weights(other, tmp_path / "less.pt")
+
+
 @pytest.mark.parametrize("form", ["safetensors", "pt", "state_dict", "wrapped", "compiled"])
 def test_weights_come_in_the_usual_forms(form: str, workspace: Workspace, tmp_path: Path) -> None:
     state = workspace.model.state_dict()

@@ -204,6 +204,7 @@ ORDER = [
     "serve.server",
     "serve.digits",
     "commands",
+    "commands.wording",
     "commands.choices",
     "commands.named",
     "commands.models",

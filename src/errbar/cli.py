@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from errbar.commands.named import place_in_user_code, told
-from errbar.errors import ErrbarError, MissingExtraError
+from errbar.commands.wording import in_words_of_commands
+from errbar.errors import ErrbarError, MismatchError, MissingExtraError
 
 if TYPE_CHECKING:
     import typer
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # What was typed travels along: a report says which command made it.
         application()(args=typed, prog_name="errbar", obj=tuple(typed))
     except ErrbarError as error:
-        _leave(" ".join(str(error).split()), error, typed)
+        _leave(in_words_of_commands(" ".join(str(error).split())), error, typed)
     except torch.OutOfMemoryError as error:
         sentence = (
             f"The device is out of memory: {str(error).splitlines()[0]} Use a smaller --batch-size, or --device cpu."
@@ -55,6 +56,8 @@ def _unexpected(error: Exception) -> str:
     place = place_in_user_code(error)
     if place is not None:
         return f"Your code raised {told(error)}, in {place}. errbar --traceback … shows the way there."
+    if isinstance(error, OSError):
+        return f"{told(error)}. Expected a path that exists, can be read or written, and has room."
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"errbar failed with {told(error)}, in line {last.lineno} of {last.filename}. That should not happen: please "
@@ -121,7 +124,9 @@ def application() -> "typer.Typer":
 
     @app.command()
     def reproduce(
-        experiment: Annotated[str, typer.Argument(help="mnist, cifar10, gtsrb, digits, resnet20 or resnet32.")],
+        experiment: Annotated[
+            str, typer.Argument(metavar="NAME", help="mnist, cifar10, gtsrb, digits, resnet20, resnet32.")
+        ],
         data: Annotated[
             Path | None, typer.Option("--data", metavar="DIR", help="Folder with the data sets; digits need none.")
         ] = None,
@@ -164,7 +169,7 @@ def application() -> "typer.Typer":
 
     @app.command()
     def info(
-        file: Annotated[Path, typer.Argument(help="A file that errbar has written.")],
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that errbar has written.")],
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
     ) -> None:
         """Print what a file says about itself; only its header is read."""
@@ -176,7 +181,7 @@ def application() -> "typer.Typer":
 
     @app.command()
     def verify(
-        file: Annotated[Path, typer.Argument(help="A file that errbar has written.")],
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that errbar has written.")],
         model: Annotated[
             str | None, typer.Argument(metavar="[PACKAGE.MODULE:CALLABLE]", help="Returns the model of the fit.")
         ] = None,
@@ -189,7 +194,11 @@ def application() -> "typer.Typer":
         from errbar.storage import verify
 
         with session("verify", as_json=as_json) as here:
-            checked = verify(file, None if model is None else model_of(model, weights, here.device))
+            try:
+                checked = verify(file, None if model is None else model_of(model, weights, here.device))
+            except MismatchError as error:
+                hint = " Give its weights with --weights." if weights is None else ""
+                raise MismatchError(f"{error}{hint}") from error
             about = "" if model is None else f", and about the weights of {model}"
             here.answer({**asdict(checked), "whole": True}, f"{_table(checked)}\n{file} is whole{about}.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +17,12 @@ from errbar._progress import track
 from errbar.commands import options
 from errbar.commands.posteriors import Loaded, PosteriorRequest
 from errbar.commands.session import Session, session, table
-from errbar.commands.source import NEW, DataRequest
+from errbar.commands.source import NEW, DataRequest, Source, first_inputs
 from errbar.commands.writers import require_new
 from errbar.data import batches, count_batches
 from errbar.errors import ArgumentError
 from errbar.report.observing import observe
-from errbar.report.pictures import picture_shape
+from errbar.report.pictures import picture_of, picture_shape
 from errbar.report.scoring import variants
 from errbar.report.values import Estimate, Facts, Variant
 from errbar.report.verdict import headline
@@ -59,21 +60,20 @@ def evaluate(
         pictures = _required(report, outliers, shape, force)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
         source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
+        second = None
+        if outliers is not None:
+            second = DataRequest(outliers, batch_size, transform, image_size).open(NEW, None, labelled=False)
+        _try(loaded, [source, *([second] if second is not None else [])], pictures)
         if report is None:
             loader = source.loader()
             stream = track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
             made = variants(observe(loaded.posterior, stream, samples, seed), bins, seed)
             inputs = sum(bin_.count for bin_ in made[0].diagram)
         else:
-            given = None
-            if outliers is not None:
-                given = (
-                    DataRequest(outliers, batch_size, transform, image_size).open(NEW, None, labelled=False).loader()
-                )
             page = pages.assess(
                 loaded.posterior,
                 source.loader(),
-                outliers=given,
+                outliers=None if second is None else second.loader(),
                 classes=loaded.classes,
                 bins=bins,
                 samples=samples,
@@ -101,6 +101,14 @@ def _required(report: Path | None, outliers: str | None, shape: str | None, forc
         raise ArgumentError(f"The report {report} ends in {report.suffix!r}; expected .html.")
     require_new(report, force)
     return None if shape is None else picture_shape(shape)
+
+
+def _try(loaded: Loaded, sources: Sequence[Source], shape: tuple[int, int, int] | None) -> None:
+    """Two inputs of each set: what is wrong with the second set, or with pictures, is not to cost a whole pass."""
+    for source in sources:
+        for batch in first_inputs(source.loader(), 2):
+            loaded.posterior.logits(batch)
+            picture_of(batch, shape)
 
 
 def _command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import sysconfig
 import traceback
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from errbar.errors import ArgumentError, ErrbarError, MissingExtraError
+
+_IN_WORKER = "Original Traceback"
 
 
 def named(where: str, what: str) -> Any:
@@ -61,6 +64,8 @@ def extra(module: str, purpose: str, package: str, name: str) -> Any:
 def told(error: Exception) -> str:
     """The type and the first line of what went wrong, without a full stop."""
     lines = str(error).strip().splitlines()
+    if _IN_WORKER in str(error):
+        return lines[-1].strip().rstrip(".")
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
@@ -74,8 +79,12 @@ def place_in_user_code(error: Exception) -> str | None:
     """The last line on the way to an error that is neither of errbar nor of an installed library, if there is one."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     known = [Path(place).resolve() for place in installed] + [Path(__file__).resolve().parents[1]]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename).resolve()
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if _IN_WORKER in str(error):
+        # A process of a DataLoader failed; its traceback comes as a text.
+        places += [(name, int(line)) for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    for name, line in reversed(places):
+        file = Path(name).resolve()
         if file.is_file() and not any(file.is_relative_to(place) for place in known):
-            return f"line {frame.lineno} of {frame.filename}"
+            return f"line {line} of {name}"
     return None

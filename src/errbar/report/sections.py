@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from errbar.report import charts
 from errbar.report.markup import Child, Markup, element
-from errbar.report.numbers import count, fixed, percent, significant, span
+from errbar.report.numbers import count, fixed, percent, span
 from errbar.report.values import Estimate, Example, Report
 from errbar.report.wording import prose, table
 
@@ -21,7 +21,7 @@ def scores_table(report: Report) -> list[Child]:
         ("Brier", _cells([one.brier for one in variants], 4, 1.0)),
         ("ECE (%)", _cells([one.ece for one in variants], 2, 100.0)),
         ("claimed − right", _cells([one.gap for one in variants], 1, 100.0, nearest=True)),
-        ("AURC", [significant(one.aurc) for one in variants]),
+        ("AURC", [fixed(one.aurc, 4) for one in variants]),
     ]
     rows = [(one.name, *(cells[place] for _, cells in columns)) for place, one in enumerate(variants)]
     caption = (
@@ -36,9 +36,12 @@ def _cells(
 ) -> list[Child]:
     """Numbers with their intervals; the best is the smallest, the largest, or the one nearest to zero."""
     ranks = [-one.value if largest else abs(one.value) if nearest else one.value for one in estimates]
+    # What reads the same is equally good.
+    shown = [fixed(scale * one.value, digits) for one in estimates]
+    best = shown[ranks.index(min(ranks))]
     cells: list[Child] = []
-    for one, rank in zip(estimates, ranks, strict=True):
-        number = element("span", fixed(scale * one.value, digits), class_="best" if rank == min(ranks) else None)
+    for one, written in zip(estimates, shown, strict=True):
+        number = element("span", written, class_="best" if written == best else None)
         cells.append(Markup(number + element("small", span(one, digits, scale))))
     return cells
 

@@ -99,7 +99,7 @@ def _of_scale(effect: ScaleEffect, T: float, scale: float) -> str:
         f"plain temperature scaling (T_c = 0), even with its T, {significant(effect.temperature)}, chosen on these "
         "very data"
     )
-    size = f"{significant(abs(gain.value), 2)} nats an input (95\u202f% interval {span(gain, 4, 1.0)})"
+    size = f"{significant(abs(gain.value), 2)} nats an input (gain: 95\u202f% interval {span(gain, 4, 1.0)})"
     if not math.isfinite(gain.value):
         return (
             about
@@ -113,9 +113,9 @@ def _of_scale(effect: ScaleEffect, T: float, scale: float) -> str:
         )
     if gain.high < 0:
         return (
-            f"{about}For the probabilities alone, T_c does not pay here: {rival}, has a lower NLL, by "
-            f"{significant(abs(gain.value), 2)} nats an input (95\u202f% interval of the gain {span(gain, 4, 1.0)}). "
-            f"{bars}"
+            f"{about}For the probabilities alone, T_c does not pay here: plain temperature scaling (T_c = 0) has a "
+            f"lower NLL, by {size}; its T, {significant(effect.temperature)}, was chosen on these very data, which "
+            f"favours it. {bars}"
         )
     return (
         f"{about}For the probabilities alone, T_c does nothing that a temperature could not do: against {rival}, the "
