@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import demo
+from errbar import cli, demo
 from errbar.demo import Digits, Samples, Score, Settings
 from errbar.errors import ArgumentError, DataError, MissingExtraError
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
@@ -230,6 +231,23 @@ def test_run_prints_the_same_numbers_every_time(
     assert torch.get_num_threads() == threads
     for name in ("reliability.png", "figure-one.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore::errbar.CalibrationWarning")
+def test_with_json_the_demo_says_one_object_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "paper_network", _small_network)
+    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    # The exit of a command that succeeds.
+    with torch.random.fork_rng(devices=[]), pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["demo", "--json", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    facts = json.loads(printed)
+    assert facts["methods"][0]["method"] == "(i) standard"
+    assert facts["figures"] == [str(tmp_path / name) for name in ("reliability.png", "figure-one.png")]
+    assert len(facts["risk"]) == 10
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,17 @@ def test_the_result_has_every_method_and_every_part(result: dict[str, Any], outp
     assert {path.suffix for path in output.glob("digits-*")} == {".json", ".md", ".png", ".pdf"}
 
 
+def test_with_json_a_finished_experiment_is_one_object(result: dict[str, Any], output: Path) -> None:
+    arguments = ["reproduce", "digits", "--quick", "--output", str(output), "--json"]
+    outcome = CliRunner().invoke(application(), arguments, catch_exceptions=False)
+    assert outcome.exit_code == 0
+    assert outcome.stdout.count("\n") == 1
+    facts = json.loads(outcome.stdout)
+    assert facts["result"] == str(output / "digits-quick.json")
+    assert len(facts["tables"]["scores"]["rows"]) == len(result["methods"])
+    assert all(Path(figure).exists() for figure in facts["figures"])
+
+
 def test_calibrated_covariance_keeps_the_log_likelihood_of_temperature_scaling(result: dict[str, Any]) -> None:
     for run in result["runs"]:
         assert run["scores"]["both"]["nll"] < run["scores"]["temperature_nll"]["nll"] + 0.05

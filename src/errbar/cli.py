@@ -146,7 +146,7 @@ def application() -> "typer.Typer":
         """Repeat an experiment of the paper: train, compare the methods, fuse, clean, and draw the figures."""
         from errbar.experiments.command import run
 
-        with session("reproduce", as_json=as_json, progress=progress) as here:
+        with session("reproduce", as_json=as_json, progress=progress, device=device) as here:
             facts = run(
                 experiment,
                 data=data,
