@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?= demo-output
 
 .PHONY: setup demo test test-slow test-browser check format bench results clean
+.PHONY: setup demo docs docs-refresh test test-slow check format bench results clean
 
 setup: $(STAMP)
 
@@ -21,6 +22,16 @@ $(STAMP): pyproject.toml constraints.txt tests/oracle-requirements.txt
 
 demo: setup
 	$(BIN)/errbar demo --output $(OUT)
+
+# The site, into build/site: open build/site/index.html. Warnings are errors, and nothing is fetched.
+docs: setup
+	PYTHONPATH=website $(BIN)/zensical build --strict --clean
+	$(BIN)/python website/check.py build/site
+
+# The pictures of the documentation, and what its code prints, made again.
+docs-refresh: setup
+	$(BIN)/python website/pictures.py
+	$(BIN)/python website/pages.py --refresh $(if $(DATA),--data $(DATA))
 
 # One process a core, one thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
@@ -39,15 +50,15 @@ test-browser: setup
 	$(BIN)/python -m pytest -m browser tests/browser
 
 check: setup
-	$(BIN)/ruff format --check src tests bench examples
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples website
+	$(BIN)/ruff check src tests bench examples website
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --doctest-modules src
 	$(PYTEST) -m "not slow and not browser" tests
 
 format: setup
-	$(BIN)/ruff format src tests bench examples
-	$(BIN)/ruff check --fix src tests bench examples
+	$(BIN)/ruff format src tests bench examples website
+	$(BIN)/ruff check --fix src tests bench examples website
 
 # An environment of its own: the peers are never a dependency of the package.
 BENCH := .bench-venv
@@ -76,4 +87,4 @@ results: setup
 		refresh(Path("docs/results.md"), Path("docs/results"))'
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(OUT) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -111,8 +111,11 @@ def plan(
         model: a classifier that returns logits; never modified.
         example: one batch as `collect` takes them; the fit, and predictions, are planned for batches of its size.
         memory: bytes that a fit may take; nine tenths of what is available unless given.
-        fisher, rank, precision, unpack: as in `collect`.
+        fisher: as in `collect`.
+        rank: as in `collect`.
+        precision: as in `collect`.
         samples: Monte Carlo draws of a prediction.
+        unpack: as in `collect`.
     """
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))

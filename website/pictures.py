@@ -1,0 +1,161 @@
+"""The pictures of the documentation, made with the library alone.
+
+    python website/pictures.py               writes docs/pictures/*.png
+
+All come from one small network for points of three classes, except the two digits, which are those of the tutorial: its
+own code is run for them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import errbar
+import pages
+from errbar import plots
+
+PICTURES = pages.DOCS / "pictures"
+_CENTRES = torch.tensor([[-2.2, -1.0], [2.2, -1.0], [0.0, 2.4]], dtype=torch.float64)
+_COLOURS = (plots.BLUE, plots.ORANGE, plots.VERMILION)
+_EXTENT = 9.0
+_COUNT = 150
+_NEAR = [0.15, -0.55]
+
+
+def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Three round classes that overlap a little."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 3
+    return _CENTRES[y] + 1.1 * torch.randn(count, 2, generator=generator, dtype=torch.float64), y
+
+
+def classifier() -> errbar.Posterior:
+    """A network trained on 150 points until it is over-confident, with its posterior."""
+    x, y = points(_COUNT, seed=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 3)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(600):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    information = errbar.collect(model, [(x, y)], last_layers=2)
+    return errbar.condition(information, errbar.choose_prior(information))
+
+
+def plane(posterior: errbar.Posterior) -> Figure:
+    """What the network says about the plane, and how far that may be off."""
+    side = torch.linspace(-_EXTENT, _EXTENT, 161, dtype=torch.float64)
+    grid = torch.cartesian_prod(side, side)
+    prediction = posterior.predict(grid)
+    shape = (len(side), len(side))
+    says = posterior.model(grid).softmax(1).detach()
+    colours = torch.tensor([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in _COLOURS], dtype=torch.float64)
+    mixed = (says @ colours).reshape(*shape, 3).permute(1, 0, 2)
+    spread = prediction.std.amax(1).reshape(shape).T
+
+    figure = Figure(figsize=(7.6, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    box = (-_EXTENT, _EXTENT, -_EXTENT, _EXTENT)
+    left.imshow(mixed.numpy(), origin="lower", extent=box, interpolation="bilinear")
+    left.set_title("probabilities of the network", fontsize=10)
+    white_to_dark = LinearSegmentedColormap.from_list("spread", ["white", plots.SKY, plots.BLUE, plots.INK])
+    drawn = right.imshow(
+        spread.numpy(), origin="lower", extent=box, cmap=white_to_dark, vmin=0, interpolation="bilinear"
+    )
+    right.set_title("largest standard deviation of them", fontsize=10)
+    figure.colorbar(drawn, ax=right, shrink=0.85)
+    x, y = points(_COUNT, seed=0)
+    for ax in (left, right):
+        for number in range(3):
+            own = x[y == number]
+            ax.scatter(own[:, 0], own[:, 1], s=12, c=_COLOURS[number], edgecolors="white", linewidths=0.5)
+        ax.set(xticks=[], yticks=[])
+    return figure
+
+
+def far_point(posterior: errbar.Posterior) -> Tensor:
+    """Of the points far from all data, the one about which the network knows least."""
+    side = torch.linspace(-_EXTENT, _EXTENT, 41, dtype=torch.float64)
+    grid = torch.cartesian_prod(side, side)
+    grid = grid[(grid.norm(dim=1) > 7) & (grid.norm(dim=1) < 8)]
+    return grid[posterior.predict(grid).mutual_information.argmax()]
+
+
+def logits(posterior: errbar.Posterior) -> Figure:
+    """P^g of a point among the data and of one far away, and the PMFs that follow."""
+    x = torch.stack([torch.tensor(_NEAR, dtype=torch.float64), far_point(posterior)])
+    gaussian, prediction = posterior.logits(x), posterior.predict(x)
+    reach = float((gaussian.centered().mean.abs() + 2.5 * gaussian.centered().variance.sqrt()).max())
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    axes = figure.subplots(2, 2, height_ratios=(1.5, 1))
+    for column, title in enumerate(("among the data", "far from the data")):
+        first, second = sorted(prediction.pmf[column].topk(2).indices.tolist())
+        pair = (first, second)
+        plots.logit_ellipse(gaussian, column, classes=pair, limits=(-reach, reach), ax=axes[0][column])
+        axes[0][column].set_title(title, fontsize=10)
+        plots.pmf(prediction, column, highlight=pair, ax=axes[1][column])
+    return figure
+
+
+def samples(posterior: errbar.Posterior) -> Figure:
+    """The samples of one probability, and what is read off them."""
+    x = torch.tensor([_NEAR], dtype=torch.float64)
+    prediction = posterior.predict(x, samples=4000)
+    number = int(prediction.label[0])
+    values = prediction.samples()[0, :, number]
+    mean, std = float(prediction.pmf[0, number]), float(prediction.std[0, number])
+    lower, upper = (float(bound[0, number]) for bound in prediction.interval(0.95))
+    figure = Figure(figsize=(7.0, 2.6), layout="constrained")
+    ax = figure.subplots()
+    ax.hist(values.numpy(), bins=60, range=(0, 1), color=plots.SKY, edgecolor="white", linewidth=0.4)
+    top = ax.get_ylim()[1]
+    ax.vlines(mean, 0, 1.02 * top, color=plots.BLUE, linewidth=1.6)
+    ax.text(mean, 1.04 * top, f"mean {mean:.2f} ± {std:.2f}", ha="center", fontsize=9, color=plots.BLUE)
+    ax.annotate("", (lower, 1.2 * top), (upper, 1.2 * top), arrowprops={"arrowstyle": "<->", "color": plots.INK})
+    ax.text((lower + upper) / 2, 1.23 * top, f"95 %: {lower:.2f} to {upper:.2f}", fontsize=9, ha="center")
+    threshold = 0.5
+    ax.vlines(threshold, 0, top, color=plots.VERMILION, linewidth=1.4, linestyle=(0, (4, 3)))
+    share = float(prediction.risk(threshold)[0, number])
+    risk = f"risk: Pr{{f > {threshold}}} = {share:.2f}"
+    ax.text(threshold - 0.01, 0.85 * top, risk, ha="right", fontsize=9, color=plots.VERMILION)
+    ax.set_ylim(0, 1.35 * top)
+    ax.set(xlim=(0, 1), yticks=[])
+    ax.set_xlabel(f"probability of class {number}", fontsize=9)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    return figure
+
+
+def reliability(posterior: errbar.Posterior) -> Figure:
+    """The network as it is, and after calibration."""
+    x, y = points(3000, seed=2)
+    says = posterior.model(x).softmax(1).detach()
+    return plots.reliability_grid({"the network": says, "calibrated": posterior.predict(x).pmf}, y, columns=2)
+
+
+def two_digits(folder: Path) -> bytes:
+    """The picture that the tutorial on digits makes."""
+    for _ in pages.run_page("tutorials/digits.md", folder):
+        pass
+    return (folder / "two-digits.png").read_bytes()
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    posterior = errbar.calibrate(classifier(), [points(600, seed=1)])
+    for draw in (plane, logits, samples, reliability):
+        draw(posterior).savefig(PICTURES / f"{draw.__name__}.png", dpi=150, metadata={"Software": None})
+    with tempfile.TemporaryDirectory() as folder:
+        (PICTURES / "two-digits.png").write_bytes(two_digits(Path(folder).resolve()))
+
+
+if __name__ == "__main__":
+    main()
