@@ -62,7 +62,7 @@ def problems(site: Path) -> list[str]:
             if not _is_foreign(target) and name.name != "404.html":
                 found += _unresolved(site, path, target, pages)
     for path in sorted(site.rglob("*.css")):
-        targets = re.findall(r"""(?:@import\s+|url\()\s*["']?([^"')\s]+)""", path.read_text(encoding="utf-8"))
+        targets = re.findall(r"""(?:@import\s+(?:url\()?|url\()\s*["']?([^"')\s]+)""", path.read_text(encoding="utf-8"))
         name = path.relative_to(site)
         found += [f"{name} fetches {target} from elsewhere." for target in targets if _is_foreign(target)]
     return found
