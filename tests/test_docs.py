@@ -237,6 +237,20 @@ def test_formulas_are_in_the_pages_and_need_no_script(site: Path) -> None:
     assert "\\mathcal" not in page
 
 
+def test_a_list_needs_no_empty_line_before_it() -> None:
+    markdown = pytest.importorskip("markdown")
+    import lists
+
+    def html(text: str) -> str:
+        made: str = markdown.markdown(text, extensions=[lists.makeExtension()])
+        return made.replace("\n", "")
+
+    assert html("Decisions:\n- one\n  and on\n- two") == "<p>Decisions:</p><ul><li>one  and on</li><li>two</li></ul>"
+    assert html("as long as\n1. one\n2. two") == "<p>as long as</p><ol><li>one</li><li>two</li></ol>"
+    assert html("T = 1\n- 2") == "<p>T = 1</p><ul><li>2</li></ul>"
+    assert html("a word\n-2 of it") == "<p>a word-2 of it</p>"
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
