@@ -109,7 +109,7 @@ ORDER = [
     "decisions",
     "waiting",
     "agreement",
-    "evidence",
+    "bets",
     "monitor",
     "logits",
     "factored",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import errbar
 from errbar.agreement import Tally, stitched_boundary
-from errbar.evidence import (
+from errbar.bets import (
     SCORE_CELLS,
     Evidence,
     RankTest,

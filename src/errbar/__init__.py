@@ -7,6 +7,7 @@ prediction.pmf, prediction.covariance, prediction.risk(0.05)
 """
 
 from errbar import metrics
+from errbar.bets import Alarm
 from errbar.calibration import calibrate
 from errbar.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
 from errbar.errors import (
@@ -30,7 +31,6 @@ from errbar.errors import (
     StructureNotice,
     WeightsChangedError,
 )
-from errbar.evidence import Alarm
 from errbar.fusion import fuse, fuse_frames
 from errbar.information import Information, collect
 from errbar.logits import JointLogits, LogitGaussian

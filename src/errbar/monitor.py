@@ -7,11 +7,11 @@ hundred numbers for each test, and the PMFs whose labels are awaited, at most `o
 - "mutual_information": how much the class depends on which parameters are right,
 - "entropy": the total uncertainty about the class,
 - "classes": which classes are predicted how often.
-Each is a conformal test martingale (`errbar.evidence.RankTest`).
+Each is a conformal test martingale (`errbar.bets.RankTest`).
 
 **Labels.** With f̂ the PMF, ŷ its most likely class and d = f̂_ŷ − 1(y = ŷ), the tests
 - "overconfidence" and "underconfidence" bet on E[d] > δ and E[−d] > δ, δ = `tolerance`,
-- "innovation" bets on E[ν] > M − 1 of the normalised innovation squared (`errbar.evidence.innovation_squared`).
+- "innovation" bets on E[ν] > M − 1 of the normalised innovation squared (`errbar.bets.innovation_squared`).
 
 *What the covariance of the PMF has to do with it.* One label is distributed as f̂, whatever P^f is: the covariance
 of its unit vector y is E[diag f − f fᵀ] + cov f = (diag f̂ − f̂ f̂ᵀ − P^f) + P^f = diag f̂ − f̂ f̂ᵀ. So P^f has no
@@ -36,10 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from errbar.agreement import Agreement, Tally
-from errbar.checks import whole_number
-from errbar.data import checked_labels
-from errbar.errors import ArgumentError, DataError, MismatchError
-from errbar.evidence import (
+from errbar.bets import (
     GAP_BETS,
     INNOVATION_BETS,
     RANK_SIDES,
@@ -52,6 +49,9 @@ from errbar.evidence import (
     innovation_squared,
     score_cells,
 )
+from errbar.checks import whole_number
+from errbar.data import checked_labels
+from errbar.errors import ArgumentError, DataError, MismatchError
 from errbar.prediction import Prediction, require_seed
 from errbar.waiting import Identifier, Waiting, identifiers
 

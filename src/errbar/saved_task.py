@@ -1,6 +1,6 @@
 """What was asked of the data, as JSON, and back: which parameters of which weights, and how they are differentiated.
 
-How to differentiate was decided by the first batch of the fit. A file keeps what was decided (`Plan`), so that a
+How to differentiate was decided by the first batch of the fit. A file keeps what was decided (`WayPlan`), so that a
 loaded posterior computes what the saved one did; the layers it names are compared with those of the model.
 """
 
@@ -34,7 +34,7 @@ from errbar.workload import Structure
 
 
 @dataclass(frozen=True)
-class Plan:
+class WayPlan:
     """What `errbar.structures.way` decided: the fields of `Route`, of `LayerwiseRoute`, and the rank of a sketch."""
 
     layers: tuple[LinearLayer, ...] = ()
@@ -49,7 +49,7 @@ class Plan:
 class SavedWay:
     """A way without a network: nothing can be differentiated until `on` gives it one."""
 
-    plan: Plan
+    plan: WayPlan
     absent: AbsentNetwork
     selection: Selection
     structure: Structure
@@ -98,13 +98,13 @@ def _require_layers(wanted: Sequence[LinearLayer], available: Sequence[LinearLay
         )
 
 
-def plan_of(way: Way) -> Plan:
+def plan_of(way: Way) -> WayPlan:
     if isinstance(way, ByDerivative):
-        return Plan(way.route.layers, factored=way.route.factored, identity=way.route.identity)
+        return WayPlan(way.route.layers, factored=way.route.factored, identity=way.route.identity)
     if isinstance(way, ByLayer):
-        return Plan(way.route.layers, inner_size=way.route.inner_size, outer_size=way.route.outer_size)
+        return WayPlan(way.route.layers, inner_size=way.route.inner_size, outer_size=way.route.outer_size)
     if isinstance(way, ByRows):
-        return Plan(rank=int(way.rank))
+        return WayPlan(rank=int(way.rank))
     assert isinstance(way, SavedWay)
     return way.plan
 
@@ -150,8 +150,8 @@ def _size(selection: Selection) -> int:
     return sum(math.prod(shape) for shape in selection.shapes)
 
 
-def _read_plan(fields: Fields, selection: Selection, structure: str, n_classes: int) -> Plan:
-    plan = Plan(
+def _read_plan(fields: Fields, selection: Selection, structure: str, n_classes: int) -> WayPlan:
+    plan = WayPlan(
         read_layers(fields.parts("layers"), selection, shared=structure == "kron"),
         fields.flag("factored"),
         fields.flag("identity"),
