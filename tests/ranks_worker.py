@@ -276,6 +276,14 @@ class Streaming(IterableDataset[Any]):
         return iter(data_set(5))
 
 
+def planned_batches(rank: int, world: int) -> Values:
+    """How many samples a batch has, for what is said of memory, on a rank without data too."""
+    mine = [samples(30 + rank, seed=rank)] if rank < max(1, world - 1) else []
+    information = errbar.collect(network(), mine, last_layers=1)
+    way: Any = information.task.way
+    return {"size": way.request.batch}
+
+
 CASES: dict[str, Callable[[int, int], Values]] = {
     case.__name__: case
     for case in (
@@ -293,6 +301,7 @@ CASES: dict[str, Callable[[int, int], Values]] = {
         sketches,
         groups,
         warned,
+        planned_batches,
     )
 }
 
@@ -336,6 +345,16 @@ def a_label_out_of_range(rank: int, world: int) -> None:
 
 def a_file_that_is_missing(rank: int, world: int) -> None:
     collected(Failing())
+
+
+def a_checkpoint_without_a_name(rank: int, world: int) -> None:
+    collected(data_set(), checkpoint=5 if rank == world - 1 else None)
+
+
+def a_first_batch_without_a_tensor(rank: int, world: int) -> None:
+    """On the rank that the others learn the layers from, which wait for it."""
+    mine = [(["some", "text"], None)] if rank == 0 else own_batches(rank, world, empty=0)
+    collected(mine, unpack=lambda batch: (batch[:1], {}, batch[1]))
 
 
 def a_mistake_while_others_are_busy(rank: int, world: int) -> None:
@@ -393,6 +412,11 @@ def one_part_twice(rank: int, world: int) -> None:
     collected(DataLoader(data_set(), sampler=sampler))
 
 
+def parts_that_nobody_reads(rank: int, world: int) -> None:
+    sampler = DistributedSampler(data_set(), num_replicas=world + 2, rank=rank)
+    collected(DataLoader(data_set(), sampler=sampler))
+
+
 def draws_with_replacement(rank: int, world: int) -> None:
     collected(DataLoader(data_set(), sampler=RandomSampler(data_set(), replacement=True)))
 
@@ -431,6 +455,8 @@ MISTAKES: dict[str, Callable[[int, int], None]] = {
         a_label_out_of_range,
         a_file_that_is_missing,
         a_mistake_while_others_are_busy,
+        a_checkpoint_without_a_name,
+        a_first_batch_without_a_tensor,
         other_weights,
         other_options,
         an_unknown_option_on_one_rank,
@@ -441,6 +467,7 @@ MISTAKES: dict[str, Callable[[int, int], None]] = {
         nothing_to_forget,
         other_seeds,
         one_part_twice,
+        parts_that_nobody_reads,
         draws_with_replacement,
         draws_by_weight,
         no_length,

@@ -229,6 +229,9 @@ def test_checkpoints_that_cannot_be_are_refused_before_the_first_batch(tmp_path:
     for every in (0, -1, 2.5, True):
         with pytest.raises(errbar.ArgumentError, match=r"expected a whole number of batches"):
             errbar.collect(network(), untouched(), last_layers=1, checkpoint=tmp_path / "file", every=every)  # type: ignore[arg-type]
+    for path in (5, b"file", "a\0b", ""):
+        with pytest.raises(errbar.ArgumentError, match=r"path is .*; expected the name of a file"):
+            errbar.collect(network(), untouched(), last_layers=1, checkpoint=path)  # type: ignore[arg-type]
     with pytest.raises(errbar.FileError, match=r"expected a folder .*missing that exists"):
         errbar.collect(network(), untouched(), last_layers=1, checkpoint=tmp_path / "missing" / "file")
 
@@ -266,3 +269,22 @@ def test_the_digest_of_a_batch_tells_batches_apart() -> None:
     assert batch_digest(Batch((x.clone(),), {}, np.array([0, 1]))) == digests[0]
     assert batch_digest(Batch((x.T.contiguous().T,), {}, y)) == digests[0]
     assert batch_digest(batches[-1]) == digests[-1]
+
+
+def test_the_digest_of_a_batch_takes_what_a_batch_can_hold() -> None:
+    """Text, objects, numbers that torch does not have, and views that change what memory says."""
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    values: list[Any] = [
+        np.array(["a", "b"]),
+        np.array(["a", "c"]),
+        np.array(["a", None], dtype=object),
+        np.array(["a", 1], dtype=object),
+        np.arange(2, dtype=np.longdouble),
+        np.arange(1, 3, dtype=np.longdouble),
+        np.array([0, 1], dtype=">i4"),
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+        complex_,
+        complex_.conj(),
+    ]
+    assert len({batch_digest(Batch((value,))) for value in values}) == len(values)
+    assert batch_digest(Batch((complex_.conj(),))) == batch_digest(Batch((complex_.conj().clone().resolve_conj(),)))

@@ -187,6 +187,7 @@ def test_data_that_probably_count_twice_or_not_at_all_are_announced(results: Any
         ("a_label_out_of_range", "LabelError", "expected 0 to 3"),
         ("a_file_that_is_missing", "FileNotFoundError", "picture 52 is not there"),
         ("a_mistake_while_others_are_busy", "ValueError", "the disk is gone"),
+        ("a_checkpoint_without_a_name", "ArgumentError", "path is 5; expected the name of a file"),
     ],
 )
 def test_a_mistake_on_one_rank_is_raised_on_all(
@@ -197,7 +198,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
     assert found[last][0] == kind
     assert sentence in found[last][1]
     assert "rank" not in found[last][1].lower()
-    elsewhere = kind if kind.endswith(("DataError", "ModelError", "LabelError")) else "RankError"
+    elsewhere = kind if issubclass(getattr(errbar, kind, object), errbar.ErrbarError) else "RankError"
     for what, text, seconds in found[:last]:
         assert what == elsewhere
         assert sentence in text
@@ -220,6 +221,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
         ("nothing_to_forget", "DataError", "The data are empty on all ranks"),
         ("other_seeds", "DataError", "The DistributedSampler of rank 1 has"),
         ("one_part_twice", "DataError", "The DistributedSamplers of ranks 0 and 1 both take part 0"),
+        ("parts_that_nobody_reads", "DataError", "ranks, so 2 would not be read"),
         ("draws_with_replacement", "DataError", "RandomSampler with replacement"),
         ("draws_by_weight", "DataError", "WeightedRandomSampler"),
         ("no_length", "DataError", "The data set Endless has no length"),
@@ -233,6 +235,23 @@ def test_ranks_that_do_not_fit_together_are_refused_alike(
     for ranks in results(world):
         what, text, _ = ranks[mistake]
         assert (what, sentence in text) == (kind, True), text
+
+
+@pytest.mark.parametrize("world", SEVERAL)
+def test_nobody_waits_for_a_first_batch_that_cannot_be_sent(results: Any, world: int) -> None:
+    first, *others = [ranks["a_first_batch_without_a_tensor"] for ranks in results(world)]
+    assert first[0] == "DataError"
+    assert first[1].startswith("A batch holds no tensor to count its samples by")
+    for what, text, seconds in others:
+        assert what == "DataError"
+        assert text == f"On rank 0: {first[1]}"
+        assert seconds < 15
+
+
+@pytest.mark.parametrize("world", SEVERAL)
+def test_memory_is_planned_for_the_largest_batch_of_all_ranks(results: Any, world: int) -> None:
+    assert [ranks["planned_batches"]["size"] for ranks in results(world)] == [30 + max(0, world - 2)] * world
+    assert in_one_process("planned_batches")["size"] == 30
 
 
 @pytest.mark.parametrize("world", SEVERAL)

@@ -3,7 +3,7 @@
 The new content goes into a temporary file beside the target, which is synchronised to the disk before it takes the
 target's name. A full disk or an error removes the temporary file; a killed process cannot. So each writer holds a lock
 on its temporary file, which the system drops when the process ends, and the next writer of the same target removes
-temporary files that nobody has locked.
+temporary files that nobody has locked. Where the file system has no locks, such files stay.
 """
 
 from __future__ import annotations
@@ -16,22 +16,32 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from errbar.errors import FileError
+from errbar.errors import ArgumentError, FileError
 
 if sys.platform != "win32":
     import fcntl
 
 _COUNTER = count()
-# What file systems answer that do not synchronise directories.
+# What file systems answer that do not synchronise directories, and those that have no locks (some of clusters).
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def file_name(path: object) -> str:
+    """The name of a file as text; refuses what cannot be one."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ArgumentError(f"path is {path!r}; expected the name of a file.")
+    return name
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     """A descriptor to write to; what was written takes the place of `path` when the block ends without an error."""
+    name = file_name(path)
     try:
         # Through a symbolic link the file is replaced, not the link.
-        target = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(name))
         if target.is_dir():
             raise FileError(f"Cannot write {path}: it is a folder; expected the name of a file.")
         _remove_left_over(target)
@@ -64,7 +74,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def require_writable_folder(path: str | os.PathLike[str]) -> None:
     """Refuse a file that could not be written later, before hours are spent on what goes into it."""
-    folder = Path(os.path.realpath(path)).parent
+    folder = Path(os.path.realpath(file_name(path))).parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise FileError(f"Cannot write {path}: expected a folder {folder} that exists and can be written to.")
 
@@ -80,7 +90,8 @@ def _create(target: Path) -> tuple[int, Path]:
             continue
         try:
             # Between the two calls another writer may have taken it for left over and removed it.
-            if _locked(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(temporary)):
+            free = _locked(descriptor) is not False
+            if free and os.path.samestat(os.fstat(descriptor), os.stat(temporary)):
                 return descriptor, temporary
         except FileNotFoundError:
             pass
@@ -105,13 +116,18 @@ def _remove_left_over(target: Path) -> None:
                 os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
-    """Take the lock of a file; False where another writer holds it."""
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+def _locked(descriptor: int) -> bool | None:
+    """Take the lock of a file; False where another writer holds it, None where there are no locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
     return True
 
 

@@ -6,6 +6,9 @@ their digest, and goes on with the same additions in the same order: on the same
 uninterrupted fit with the same `every` to the last bit, wherever it was killed. Against a fit without checkpoints,
 sums are only grouped differently, which is rounding (and for `lowrank` one more compression a part, within its bound).
 
+Each of several ranks has a file of its own, `path.rank-R-of-S`, of its own part of the data: they need not have come
+equally far when they were interrupted, and only as many ranks as before can continue.
+
 The digest of k batches is SHA-256(digest of k−1 batches, SHA-256 of batch k): it can be continued from a file.
 """
 
@@ -13,13 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from errbar.atomic import require_writable_folder
+from errbar.atomic import file_name, require_writable_folder
 from errbar.checks import whole_number
 from errbar.data import Batch
 from errbar.errors import ArgumentError, FileError, MismatchError
@@ -74,13 +79,39 @@ class Seen:
             )
 
 
-def require_checkpoint(path: Path, every: object) -> int:
-    """`every` as a number of batches; refuses a path that could not be written to."""
+def require_checkpoint(path: Path, every: object, *, rank: int, ranks: int) -> str:
+    """The file of this one of `ranks` ranks; refuses a path that could not be written to, and other mistakes early."""
     number = whole_number(every)
     if number is None or number < 1:
         raise ArgumentError(f"every is {every!r}; expected a whole number of batches of one or more.")
     require_writable_folder(path)
-    return number
+    name = file_name(path)
+    _require_as_many_ranks(name, ranks)
+    return name if ranks == 1 else f"{name}.rank-{rank}-of-{ranks}"
+
+
+def _require_as_many_ranks(name: str, ranks: int) -> None:
+    """Refuse to start anew beside the checkpoint of another number of ranks, whose parts of the data were others."""
+    folder, base = os.path.split(name)
+    pattern = re.compile(re.escape(base) + r"\.rank-\d+-of-(\d+)")
+    matches = (pattern.fullmatch(entry) for entry in sorted(os.listdir(folder or os.curdir)))
+    found = {match[0]: int(match[1]) for match in matches if match is not None}
+    if ranks > 1 and _is_checkpoint(name):
+        found[base] = 1
+    for file, number in found.items():
+        if number != ranks:
+            raise MismatchError(
+                f"{os.path.join(folder, file)} is of a fit by {number} rank{'s'[: number > 1]}, and this one is by "
+                f"{ranks}. Expected as many as the interrupted fit had, because each continues with a part of the data "
+                "of its own; delete the files of that checkpoint to start anew."
+            )
+
+
+def _is_checkpoint(name: str) -> bool:
+    try:
+        return os.path.lexists(name) and read(name, header_only=True).kind == "checkpoint"
+    except FileError:
+        return False
 
 
 def store(path: Path, saved: SavedInformation, seen: Seen) -> None:
@@ -132,7 +163,8 @@ def batch_digest(batch: Batch) -> str:
 
 def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        dense = value.detach().cpu() if value.layout == torch.strided else value.detach().cpu().to_dense()
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        dense = plain if plain.layout == torch.strided else plain.to_dense()
         digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
         digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
@@ -147,7 +179,18 @@ def _add(digest: Any, value: Any) -> None:
     elif value is None or isinstance(value, (bool, int, float, str)):
         digest.update(f"{type(value).__name__} {value!r};".encode())
     elif hasattr(value, "__array__"):
-        _add(digest, torch.as_tensor(value))
+        _add_array(digest, np.asarray(value))
     else:
         # An object of the user's: nothing is known of it that stays the same in another process.
         digest.update(f"{type(value).__qualname__};".encode())
+
+
+def _add_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
+    if array.dtype == object:
+        _add(digest, [*array.flat])
+        return
+    try:
+        # What could be a tensor counts as one: labels may be either.
+        _add(digest, torch.as_tensor(array))
+    except (TypeError, ValueError):
+        digest.update(f"array {array.dtype} {array.shape};".encode() + array.tobytes())

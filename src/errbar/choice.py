@@ -34,9 +34,17 @@ class Request:
 
     @staticmethod
     def of(
-        network: Network, selection: Selection, batch: Batch, *, fisher: Fisher, dtype: torch.dtype, rank: int
+        network: Network,
+        selection: Selection,
+        batch: Batch,
+        *,
+        fisher: Fisher,
+        dtype: torch.dtype,
+        rank: int,
+        size: int | None = None,
     ) -> Request:
-        return Request(survey(network, batch), selection, len(batch), fisher, dtype, rank)
+        """By what `batch` shows, for batches of `size` samples; of as many as this one has, if that is not given."""
+        return Request(survey(network, batch), selection, size or len(batch), fisher, dtype, rank)
 
     def workload(self, selection: Selection) -> Workload:
         return self.seen.workload(selection, batch=self.batch, fisher=self.fisher, dtype=self.dtype, rank=self.rank)

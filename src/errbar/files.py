@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errbar.atomic import replacing, write_all
+from errbar.atomic import file_name, replacing, write_all
 from errbar.errors import DamagedFileError, FileError, SizeError
 from errbar.fields import MOST_VALUES, Fields, count_values
 from errbar.memory import require_memory
@@ -120,7 +120,7 @@ def _header(kind: str, description: dict[str, Any], tensors: Mapping[str, Tensor
 
 def read(path: str | os.PathLike[str], *, header_only: bool = False) -> Contents:
     """Read and check a file: everything, or its header alone, whose own content then stays unchecked."""
-    where = os.fspath(path)
+    where = file_name(path)
     try:
         # A pipe would be waited for.
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -226,18 +226,17 @@ def collect(
     """
     team = team_of(group)
 
-    file = None if checkpoint is None else _of_rank(checkpoint, team)
-
-    def checked() -> tuple[Fisher, Network]:
+    def checked() -> tuple[str | None, Fisher, Network]:
         require_one_question(last_layers, parameters)
-        if file is not None:
-            require_checkpoint(file, every)
+        file = None
+        if checkpoint is not None:
+            file = require_checkpoint(checkpoint, every, rank=team.rank, ranks=team.size)
         kind = require_fisher(fisher)
         require_option("structure", structure, (*STRUCTURES, "auto"))
         require_option("precision", precision, (None, "float64"))
-        return kind, Network(model)
+        return file, kind, Network(model)
 
-    kind, network = team.together(checked)
+    file, kind, network = team.together(checked)
     stream = opened(data, unpack, team, title="Collecting", progress=progress)
     first = next(stream, None)
     probe = probe_of(first, team)
@@ -245,12 +244,14 @@ def collect(
 
     def surveyed() -> tuple[Batch, Selection, int, str]:
         with plain_execution(network.device):
-            prepared = network.prepare(probe, Checks(network.device))
+            prepared = network.prepare(probe.batch, Checks(network.device))
             order, logits = network.execution_order(prepared)
             selection = select(network, order, last_layers=last_layers, parameters=parameters)
             fitting = structure
             if structure == "auto":
-                fitting = structure_that_fits(network, selection, prepared, fisher=kind, dtype=dtype, rank=rank)
+                fitting = structure_that_fits(
+                    network, selection, prepared, fisher=kind, dtype=dtype, rank=rank, size=probe.size
+                )
         return prepared, selection, logits.shape[1], fitting
 
     prepared, selection, n_classes, fitting = team.together(surveyed)
@@ -259,7 +260,17 @@ def collect(
 
     def planned() -> Task:
         with plain_execution(network.device):
-            chosen = way(taken, network, selection, prepared, fisher=kind, n_classes=n_classes, dtype=dtype, rank=rank)
+            chosen = way(
+                taken,
+                network,
+                selection,
+                prepared,
+                fisher=kind,
+                n_classes=n_classes,
+                dtype=dtype,
+                rank=rank,
+                size=probe.size,
+            )
         return Task(network, selection, taken, chosen, kind, n_classes, precision)  # type: ignore[arg-type]
 
     task = team.together(planned)
@@ -268,10 +279,6 @@ def collect(
     if file is None:
         return accumulate_over(team, task, whole)
     return _combined_over(team, lambda: _accumulate_in_parts(task, Seen(whole), file, every, not team.is_alone))
-
-
-def _of_rank(path: str | os.PathLike[str], team: Team) -> str | os.PathLike[str]:
-    return path if team.is_alone else f"{os.fspath(path)}.rank-{team.rank}-of-{team.size}"
 
 
 def _accumulate_in_parts(

@@ -73,33 +73,48 @@ def opened(
     return team.watched(stream)
 
 
-def probe_of(first: Batch | None, team: Team) -> Batch:
-    """A batch by which every rank plans in the same way: two samples of the first rank that has any.
+@dataclass(frozen=True)
+class Probe:
+    """A batch by which every rank plans in the same way, and how large the largest first batch of a rank is."""
+
+    batch: Batch
+    size: int
+
+
+def probe_of(first: Batch | None, team: Team) -> Probe:
+    """Two samples of the first rank that has any; of a process alone its whole first batch. A collective call.
 
     So a rank without data learns the layers and the classes, and all ranks make sums of the same form.
     """
-    told = team.exchange(None if first is None else _is_plain([*first.args, *first.kwargs.values()]))
-    having = [rank for rank, plain in enumerate(told) if plain is not None]
+
+    def described() -> tuple[int, bool] | None:
+        return None if first is None else (len(first), _is_plain([*first.args, *first.kwargs.values()]))
+
+    told = team.exchange(team.together(described))
+    having = [rank for rank, about in enumerate(told) if about is not None]
     if not having:
         raise DataError("The data are empty: expected at least one batch.")
+    source, size = having[0], max(about[0] for about in told if about is not None)
     if team.is_alone and first is not None:
-        return first
-    source = having[0]
-    if told[source]:
-        call = None
-        if team.rank == source and first is not None:
+        return Probe(first, size)
+    if told[source][1]:
+
+        def call() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if team.rank != source or first is None:
+                return None
             # Cloned, because a slice is sent together with all that it is a slice of.
             few = first.rows(0, 2).map(lambda tensor: tensor.detach().cpu().clone())
-            call = (few.args, few.kwargs)
-        args, kwargs = team.broadcast(call, source)
-        return Batch(args, kwargs)
+            return few.args, few.kwargs
+
+        args, kwargs = team.broadcast(team.together(call), source)
+        return Probe(Batch(args, kwargs), size)
     if first is None or len(having) < team.size:
         empty = next(rank for rank in range(team.size) if rank not in having)
         raise DataError(
             f"Rank {empty} has no data, and cannot learn the layers from a batch of rank {source}, which holds more "
             "than tensors, numbers and text. Give each rank at least one batch, or use unpack= to pass plain arguments."
         )
-    return first
+    return Probe(first, size)
 
 
 def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
@@ -149,10 +164,11 @@ def _require_one_whole(about: Sequence[tuple[Any, ...]]) -> None:
 
 def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
     parts: dict[int, int] = {}
-    for rank, (part, settings) in enumerate(about):
-        if settings != about[0][1]:
+    replicas = about[0][1]
+    for rank, (part, _, settings) in enumerate(about):
+        if settings != about[0][2]:
             raise DataError(
-                f"The DistributedSampler of rank {rank} has {settings}, that of rank 0 {about[0][1]}; expected the "
+                f"The DistributedSampler of rank {rank} has {settings}, that of rank 0 {about[0][2]}; expected the "
                 "same on all ranks, or their samples overlap. Set the same seed, and the same epoch by set_epoch."
             )
         if part in parts:
@@ -161,6 +177,12 @@ def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
                 "its own for each rank. Leave num_replicas= and rank= out, or pass those of the group."
             )
         parts[part] = rank
+    if replicas > len(about):
+        raise DataError(
+            f"The DistributedSamplers divide the data into {replicas} parts, and there are {len(about)} ranks, so "
+            f"{replicas - len(about)} would not be read. Leave num_replicas= and rank= out, or pass those of the "
+            "group; group=False lets each rank compute alone."
+        )
 
 
 def _stream(data: Any, unpack: Unpack | None, title: str, progress: bool) -> Iterator[Batch]:
@@ -231,7 +253,7 @@ def _sampled(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Shard
             left -= len(part)
     settings = f"num_replicas={sampler.num_replicas}, seed={sampler.seed}, epoch={sampler.epoch}, "
     settings += f"shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, {length} samples"
-    return Shard(_reloaded(loader, kept), _SAMPLED, (sampler.rank, settings))
+    return Shard(_reloaded(loader, kept), _SAMPLED, (sampler.rank, sampler.num_replicas, settings))
 
 
 def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Shard:

@@ -131,8 +131,6 @@ def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
 
 
 def _read(path: Path, *, header_only: bool = False) -> Contents:
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"path is {path!r}; expected the name of a file.")
     contents = read(path, header_only=header_only)
     if contents.kind not in KINDS:
         raise FileError(f"{contents.path} holds {contents.kind[:60]!a}; expected one of {', '.join(KINDS)}.")

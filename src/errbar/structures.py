@@ -218,9 +218,13 @@ def way(
     n_classes: int,
     dtype: torch.dtype,
     rank: int,
+    size: int | None = None,
 ) -> Way:
-    """How to go about a structure, by what the layers are and by what the first (prepared) batch shows."""
-    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank)
+    """How to go about a structure, by what the layers are and by what the first (prepared) batch shows.
+
+    `size` is how many samples batches will have, where that is not the size of this one.
+    """
+    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank, size=size)
     if structure == "kron":
         return ByLayer(network, LayerwiseRoute.plan(network, selection, batch), fisher, dtype, request)
     if structure == "lowrank":
@@ -230,10 +234,17 @@ def way(
 
 
 def structure_that_fits(
-    network: Network, selection: Selection, batch: Batch, *, fisher: Fisher, dtype: torch.dtype, rank: int
+    network: Network,
+    selection: Selection,
+    batch: Batch,
+    *,
+    fisher: Fisher,
+    dtype: torch.dtype,
+    rank: int,
+    size: int | None = None,
 ) -> Structure:
     """What `structure="auto"` takes: the first of `STRUCTURES` that fits into memory; said aloud if it is not exact."""
-    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank)
+    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank, size=size)
     chosen, found = request.best(network.device)
     if not found.exact:
         exact = request.cost("dense").peak_bytes
