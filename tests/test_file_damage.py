@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,24 @@ def test_millions_of_values_are_refused_before_they_are_made(header: bytes, tmp_
         assert tracemalloc.get_traced_memory()[1] < 6 * len(header)
     finally:
         tracemalloc.stop()
+
+
+def test_a_shape_of_many_dimensions_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
+    """The product of 60 000 dimensions took 25 seconds; half a million fit into a file."""
+    path = tmp_path / "file"
+    make_format_files.posterior("dense").save(path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    description = json.loads(header["__metadata__"]["description"])
+    description["parameters"][0]["shape"] = [2**62] * 400_000
+    header["__metadata__"]["description"] = json.dumps(description, separators=(",", ":"))
+    path.write_bytes(sealed(json.dumps(header).encode(), data[8 + length :]))
+    start = time.monotonic()
+    for act in (errbar.info, errbar.verify):
+        with pytest.raises(errbar.DamagedFileError, match="more than 64 dimensions"):
+            act(path)
+    assert time.monotonic() - start < 10
 
 
 def test_what_could_not_be_read_is_not_written(
@@ -192,10 +212,46 @@ def test_a_file_system_that_cannot_synchronise_folders_is_fine(
     assert errbar.verify(tmp_path / "file").kind == "posterior"
 
 
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_fine_and_nothing_is_removed_there(
+    code: int, posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre answers without the option `flock`: whose the other temporary file is cannot be known."""
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(atomic.fcntl, "flock", refused)
+    (tmp_path / ".file.99-0.tmp").write_bytes(b"of another writer, perhaps")
+    posterior.save(tmp_path / "file")
+    assert errbar.verify(tmp_path / "file").kind == "posterior"
+    assert sorted(os.listdir(tmp_path)) == [".file.99-0.tmp", "file"]
+
+
+def test_where_only_files_open_for_writing_can_be_locked_left_overs_are_no_obstacle(
+    posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS."""
+    real = fcntl.flock
+
+    def picky(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(atomic.fcntl, "flock", picky)
+    (tmp_path / ".file.99-0.tmp").write_bytes(b"left over")
+    posterior.save(tmp_path / "file")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 # --------------------------------------------------------------------------------------------------- where it is put
 
 
 def test_paths_that_cannot_be_written_to_are_refused(posterior: errbar.Posterior, tmp_path: Path) -> None:
+    for name in (5, b"file", "a\0b", ""):
+        with pytest.raises(errbar.ArgumentError, match=r"path is .*; expected the name of a file"):
+            posterior.save(name)  # type: ignore[arg-type]
     with pytest.raises(errbar.FileError, match="it is a folder; expected the name of a file"):
         posterior.save(tmp_path)
     with pytest.raises(errbar.FileError, match=r"No such file or directory.* expected a folder that exists"):

@@ -358,9 +358,10 @@ def test_what_is_no_file_of_errbar_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3)}, path, {"who": "somebody else"})
     with pytest.raises(errbar.DamagedFileError, match="a safetensors file, but not one of errbar"):
         errbar.load(path, model)
-    for act in (lambda: errbar.load(3, model), lambda: errbar.info(3)):  # type: ignore[arg-type]
-        with pytest.raises(errbar.ArgumentError, match="path is 3; expected the name of a file"):
-            act()
+    for name in (3, b"file", "a\0b", ""):
+        for act in (lambda name=name: errbar.load(name, model), lambda name=name: errbar.info(name)):
+            with pytest.raises(errbar.ArgumentError, match=r"path is .*; expected the name of a file"):
+                act()
 
 
 def test_a_kind_of_file_that_nobody_knows_is_refused(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def _remove_left_over(target: Path) -> None:
     for entry in os.scandir(target.parent):
         if entry.name.startswith(prefix) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
             try:
-                descriptor = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
+                # For writing, because NFS locks nothing that is open for reading alone.
+                descriptor = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK)
             except OSError:
                 continue
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,8 @@ from errbar.errors import DamagedFileError
 MOST_VALUES = 500_000
 # Above any count that a file can be about, below what integers of a tensor library hold.
 _LARGEST = 2**62
+# Any number that was written is finite, and can be read.
+_MOST = sys.float_info.max
 
 
 class Fields:
@@ -55,7 +58,7 @@ class Fields:
             self._refuse(name, f"a whole number of {least} or more")
         return value
 
-    def number(self, name: str, least: float = -1e300, most: float = 1e300, above: float = -math.inf) -> float:
+    def number(self, name: str, least: float = -_MOST, most: float = _MOST, above: float = -math.inf) -> float:
         """A finite number from `least` to `most`, and above `above`; an integer stays one."""
         value = self._values.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -36,6 +36,7 @@ _HEADER_LIMIT = 16 * 2**20
 _DTYPES = {"F64": torch.float64, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ZEROS = "0" * 64
+_FINITE = "Expected finite numbers: products of large inputs can exceed those of float32, so use precision='float64'."
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,14 @@ class Contents:
 
 
 def write(path: str | os.PathLike[str], kind: str, description: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file in place of the one that is there, if any; `FileError` with that one unharmed if it fails."""
-    header = _header(kind, description, tensors)
+    """Write a file in place of the one that is there, if any; `FileError` with that one unharmed if it fails.
+
+    What `read` would refuse is not written: NaN, infinity, and descriptions that are too long.
+    """
+    where = file_name(path)
+    for name, tensor in tensors.items():
+        _require_finite(tensor, FileError(f"Cannot write {where}: '{name}' holds NaN or infinite values. {_FINITE}"))
+    header = _header(where, kind, description, tensors)
     place = header.index(f'"content":"{_ZEROS}"'.encode()) + len('"content":"')
     digest = hashlib.sha256(header)
     with replacing(path) as descriptor:
@@ -92,14 +99,24 @@ def write(path: str | os.PathLike[str], kind: str, description: dict[str, Any], 
         write_all(descriptor, digest.hexdigest().encode())
 
 
-def _header(kind: str, description: dict[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+def _require_finite(tensor: Tensor, error: FileError) -> None:
+    # NaN passes through a minimum, and infinity is one: nothing of the size of the array is made.
+    if tensor.numel() and not all(math.isfinite(float(value)) for value in torch.aminmax(tensor.detach())):
+        raise error
+
+
+def _header(where: str, kind: str, description: dict[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    try:
+        text_of_description = json.dumps(description, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise FileError(f"Cannot write {where}: its description holds NaN or infinite numbers. {_FINITE}") from error
     metadata = {
         "content": _ZEROS,
         "format": str(FORMAT),
         "kind": kind,
         "errbar": __version__,
         "torch": str(torch.__version__),
-        "description": json.dumps(description, allow_nan=False, separators=(",", ":")),
+        "description": text_of_description,
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
@@ -169,9 +186,8 @@ def _read(file: Any, where: str, header_only: bool) -> Contents:
                 "is whole, or fit again."
             )
         for name, tensor in tensors.items():
-            # NaN passes through a minimum, and infinity is one: nothing of the size of the array is made.
-            if tensor.numel() and not all(math.isfinite(float(value)) for value in torch.aminmax(tensor)):
-                raise DamagedFileError(f"{where} holds NaN or infinite values in {name!a}; expected finite numbers.")
+            sentence = f"{where} holds NaN or infinite values in {name!a}; expected finite numbers."
+            _require_finite(tensor, DamagedFileError(sentence))
     # The description is JSON inside of JSON, because metadata of safetensors are plain text.
     description = Fields.parsed(metadata.text("description"), where)
     return Contents(where, size, kind, versions, digest, description, tensors)

@@ -91,7 +91,7 @@ class Information:
         self._require_same_kind(other)
         return replace(
             self,
-            task=self._task_with_model(other),
+            task=self._task_of_both(other),
             total=self.total + other.total,  # type: ignore[operator]
             n_samples=self.n_samples + other.n_samples,
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, 1),
@@ -108,17 +108,19 @@ class Information:
             raise ForgetError(
                 f"Cannot forget {other.n_samples:g} samples: the information is of {self.n_samples:g} only."
             )
+        task = self._task_of_both(other)
         total: Any = self.total - other.total  # type: ignore[operator]
-        if not total.is_possible(self.total.tolerance(self.dtype)):  # type: ignore[union-attr]
+        if not total.is_possible(self.total.tolerance(task.dtype)):  # type: ignore[union-attr]
             raise ForgetError(
                 "Forgetting these data would leave negative information, so they were not among the data seen. "
                 "Expected data that were part of the fit, unchanged."
             )
         return replace(
             self,
-            task=self._task_with_model(other),
+            task=task,
             total=total,
-            n_samples=self.n_samples - other.n_samples,
+            # Discounts round, and what rounding leaves of nothing is nothing.
+            n_samples=max(self.n_samples - other.n_samples, 0),
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, -1),
         )
 
@@ -163,9 +165,13 @@ class Information:
         )
         write(path, "information", *information_record(saved))
 
-    def _task_with_model(self, other: Information) -> Task:
-        """The task of one of two operands: of one that did not come from a file, if there is such."""
-        return self.task if self.task.has_model else other.task
+    def _task_of_both(self, other: Information) -> Task:
+        """The task of what two operands make: with the products of the rougher one, and with a model if one has it."""
+        with_model = self.task if self.task.has_model else other.task
+        if self.dtype == other.dtype:
+            return with_model
+        rough = min(self.task, other.task, key=lambda task: task.dtype.itemsize)
+        return rough.on(with_model.network) if with_model.has_model and not rough.has_model else rough
 
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):

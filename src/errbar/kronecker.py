@@ -65,7 +65,9 @@ class KroneckerBlock:
                 "first batches of the two showed different layers."
             )
         inner, outer = self.inner + sign * other.inner, self.outer + sign * other.outer
-        return KroneckerBlock.of(self.layer, inner, outer, self.count + sign * other.count, (self.peak, other.peak))
+        # Discounts round, and what rounding leaves of nothing is nothing.
+        count = max(self.count + sign * other.count, 0)
+        return KroneckerBlock.of(self.layer, inner, outer, count, (self.peak, other.peak))
 
     def times(self, factor: float) -> KroneckerBlock:
         a, g, c = (factor * value for value in self.peak)

@@ -217,7 +217,12 @@ def require_slice(rows: object) -> None:
 
 
 def require_temperature(temperature: float) -> float:
-    return _require_number("The temperature", temperature, zero_allowed=False)
+    T = _require_number("The temperature", temperature, zero_allowed=False)
+    if not 1e-100 <= T <= 1e100:
+        raise ArgumentError(
+            f"The temperature is {T!r}; expected one from 1e-100 to 1e100, of which T² is a number too."
+        )
+    return T
 
 
 def require_covariance_scale(scale: float) -> float:

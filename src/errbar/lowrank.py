@@ -96,7 +96,8 @@ class LowRankSum:
 
     def __add__(self, other: LowRankSum) -> LowRankSum:
         rank = max(self.rank, other.rank)
-        dtype = torch.promote_types(self.rows.dtype, other.rows.dtype)
+        # A sum is as rough as its roughest part, like the products that it is used with (`Information`).
+        dtype = min(self.rows.dtype, other.rows.dtype, key=lambda kind: kind.itemsize)
         size = min(rank, len(self.rows) + len(other.rows))
         out = torch.empty(size, self.rows.shape[1], dtype=dtype, device=self.device)
         count, delta = compress(self.rows.to(dtype), other.rows.to(dtype), rank, out)

@@ -137,6 +137,9 @@ def read_task(fields: Fields) -> Task:
     parameters = fields.parts("parameters")
     names = tuple(part.text("name") for part in parameters)
     selection = Selection(names, tuple(part.wholes("shape") for part in parameters))
+    # The product of half a million dimensions would take hours; torch has 64 at most.
+    if any(len(shape) > 64 for shape in selection.shapes):
+        raise DamagedFileError(f"{fields.where} has parameters of more than 64 dimensions.")
     if not names or len(set(names)) != len(names) or not 1 <= _size(selection) < 2**50:
         raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
     plan = _read_plan(fields.part("plan"), selection, structure, n_classes)
@@ -185,7 +188,13 @@ class SavedInformation:
 
 
 def information_record(saved: SavedInformation) -> tuple[Description, Tensors]:
-    """What `errbar.files.write` takes."""
+    """What `errbar.files.write` takes; refuses names that `read_task` would refuse."""
+    hidden = [name for name in saved.task.selection.names if not name.isprintable()]
+    if hidden:
+        raise ArgumentError(
+            f"The parameter {hidden[0]!a} has a name with characters that cannot be printed, which files do not hold. "
+            "Give its module another name."
+        )
     small, tensors = take_apart(saved.total)
     description = task_description(saved.task) | {
         "classes": None if saved.classes is None else list(saved.classes),
