@@ -110,6 +110,7 @@ ORDER = [
     "waiting",
     "agreement",
     "bets",
+    "monitor_settings",
     "monitor",
     "logits",
     "factored",

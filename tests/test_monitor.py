@@ -631,3 +631,42 @@ def test_states_that_cannot_be() -> None:
     waiting = {**state["waiting"], "entries": [["a", 1, [0.5, 0.5]]]}
     with pytest.raises(errbar.ArgumentError, match=r"is damaged \(ValueError: a PMF of 2 numbers for 4 classes\)"):
         errbar.Monitor.from_state({**state, "waiting": waiting})
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence"),
+    [
+        (("settings", "classes"), 10**13, r"There are 10000000000000 classes"),
+        (("settings", "rate"), math.nan, r"rate is nan; expected a number between 0 and 1"),
+        (("settings", "tests"), ["nope"], r"expected one or more of 'mutual_information'"),
+        (("settings", "tests"), [], r"expected one or more of"),
+        (("settings", "tolerance"), -1, r"tolerance is -1"),
+        (("settings", "label_noise"), 0, r"label_noise is 0"),
+        (("drawn",), -1, r"'-1' in place of a whole number"),
+        (("inputs",), math.inf, r"'inf' in place of a whole number"),
+        (("ranks", "entropy", "counts"), [[3, -5]], r"'-5' in place of a whole number"),
+        (("ranks", "entropy", "counts"), [[-3, 5]], r"'-3' in place of a whole number"),
+        (("ranks", "entropy", "counts"), [], r"fewer scores than the reference has"),
+        (("ranks", "entropy", "reference"), [], r"fewer scores than the reference has"),
+        (("ranks", "entropy", "evidence", "wealth"), [math.nan] * 8, r"in place of 8 finite numbers"),
+        (("ranks", "entropy", "evidence", "wealth"), [-1.0] * 8, r"in place of 8 finite numbers"),
+        (("ranks", "entropy", "evidence", "start"), [0.5] * 8, r"'0.5' in place of a whole number"),
+        (("ranks", "entropy", "evidence", "steps"), -1, r"'-1' in place of a whole number"),
+        (("ranks", "entropy", "seen"), [], r"0 densities in place of 2"),
+        (("labelled", "innovation", "best"), [1.0], r"in place of 5 finite numbers"),
+        (("tally", "count"), [], r"in place of 10 finite numbers"),
+        (("tally", "labels"), 3, r"3 labels that are not those of its bins"),
+        (("waiting", "limit"), "many", r"'many' in place of a whole number"),
+        (("waiting", "entries"), [["a", 1, [math.nan] * CLASSES]], r"in place of 4 finite numbers"),
+        (("waiting", "entries"), [[None, 1, [0.25] * CLASSES]], r"the name 'None'"),
+    ],
+)
+def test_numbers_of_a_state_that_cannot_be(place: tuple[str, ...], value: Any, sentence: str) -> None:
+    """Such a state would raise false alarms, or none, or fail at the next label."""
+    state = errbar.Monitor(prediction(5, 0)).state()
+    inside = state
+    for name in place[:-1]:
+        inside = inside[name]
+    inside[place[-1]] = value
+    with pytest.raises(errbar.ArgumentError, match=r"The state of the monitor is damaged \(.*" + sentence):
+        errbar.Monitor.from_state(state)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from errbar.checks import stored_numbers, stored_whole
+
 _BINS = 10
 
 # The stitched boundary of Howard et al.: epochs grow by η = 2, epoch k gets a share (k + 1)^−s/ζ(s) of the error.
@@ -86,6 +88,18 @@ class Tally:
             "confidence": [*self.confidence],
             "correct": [*self.correct],
         }
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> Tally:
+        innovation, squares = stored_numbers([state["innovation"], state["squares"]], 2)
+        count, correct = (
+            [stored_whole(n) for n in stored_numbers(state[name], _BINS)] for name in ("count", "correct")
+        )
+        confidence = stored_numbers(state["confidence"], _BINS)
+        labels = stored_whole(state["labels"])
+        if labels != sum(count) or any(right > all_ for right, all_ in zip(correct, count, strict=True)):
+            raise ValueError(f"{labels} labels that are not those of its bins")
+        return Tally(labels, innovation, squares, count, confidence, correct)
 
 
 def stitched_boundary(variance: float, alpha: float, scale: float) -> float:

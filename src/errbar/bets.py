@@ -20,6 +20,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 
+from errbar.checks import stored_numbers, stored_whole
+
 # Cells of scores: sixteen an octave (4.4 % wide) from 2⁻²⁰ to 2²⁰. The grid is fixed beforehand, because one that
 # is made from the reference would treat the reference unlike the stream. Below 10⁻⁶, scores are rounding, which
 # differs with the batch that an input comes in: they share one cell.
@@ -81,6 +83,11 @@ class Evidence:
 
     def state(self) -> dict[str, Any]:
         return {"wealth": [*self.wealth], "best": [*self.best], "start": [*self.start], "steps": self.steps}
+
+    @staticmethod
+    def from_state(state: dict[str, Any], bets: int) -> Evidence:
+        wealth, best, start = (stored_numbers(state[name], bets) for name in ("wealth", "best", "start"))
+        return Evidence(wealth, best, [stored_whole(mark) for mark in start], stored_whole(state["steps"]))
 
 
 @dataclass(frozen=True)
@@ -172,9 +179,14 @@ class RankTest:
 
     @staticmethod
     def from_state(state: dict[str, Any], size: int) -> RankTest:
-        counts = _dense(state["counts"], size)
-        evidence = Evidence(**state["evidence"])
-        return RankTest(_dense(state["reference"], size), counts, int(counts.sum()), evidence, state["seen"])
+        reference, counts = _dense(state["reference"], size), _dense(state["counts"], size)
+        if not reference.any() or (counts < reference).any():
+            raise ValueError("fewer scores than the reference has")
+        evidence = Evidence.from_state(state["evidence"], len(RANK_SIDES))
+        seen = [stored_numbers(own, _DENSITY_CELLS) for own in state["seen"]]
+        if len(seen) != len(_MEMORIES):
+            raise ValueError(f"{len(seen)} densities in place of {len(_MEMORIES)}")
+        return RankTest(reference, counts, int(counts.sum()), evidence, seen)
 
 
 def score_cells(scores: Float[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
@@ -217,5 +229,5 @@ def _sparse(counts: NDArray[np.int64]) -> list[list[int]]:
 def _dense(pairs: Sequence[Sequence[int]], size: int) -> NDArray[np.int64]:
     counts = np.zeros(size, np.int64)
     for cell, count in pairs:
-        counts[cell] = count
+        counts[stored_whole(cell)] = stored_whole(count)
     return counts

@@ -6,6 +6,7 @@ whole pass are gathered and looked at once, at its end; on a CPU they are looked
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 
@@ -22,6 +23,22 @@ def whole_number(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def stored_whole(value: object) -> int:
+    """A whole number of zero or more that was written to a state; a ValueError says that it was not."""
+    number = whole_number(value)
+    if number is None or number < 0:
+        raise ValueError(f"{str(value)[:60]!r} in place of a whole number of zero or more")
+    return number
+
+
+def stored_numbers(values: object, length: int) -> list[float]:
+    """So many finite numbers of zero or more that were written to a state; a ValueError says that they were not."""
+    is_list = isinstance(values, (list, tuple)) and len(values) == length
+    if not is_list or not all(type(value) in (int, float) and 0 <= value < math.inf for value in values):  # type: ignore[attr-defined]
+        raise ValueError(f"{str(values)[:60]!r} in place of {length} finite numbers of zero or more")
+    return [*values]  # type: ignore[misc]
 
 
 class Checks:

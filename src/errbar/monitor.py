@@ -24,9 +24,7 @@ Schwarz), and that is the default of δ.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,14 +47,13 @@ from errbar.bets import (
     innovation_squared,
     score_cells,
 )
-from errbar.checks import whole_number
+from errbar.checks import stored_whole, whole_number
 from errbar.data import checked_labels
 from errbar.errors import ArgumentError, DataError, MismatchError
+from errbar.monitor_settings import INPUT_TESTS, LABEL_TESTS, Settings, require_between
 from errbar.prediction import Prediction, require_seed
 from errbar.waiting import Identifier, Waiting, identifiers
 
-INPUT_TESTS = ("mutual_information", "entropy", "classes")
-LABEL_TESTS = ("overconfidence", "underconfidence", "innovation")
 _LABEL_BETS = {"overconfidence": GAP_BETS, "underconfidence": GAP_BETS, "innovation": INNOVATION_BETS}
 _LABEL_SIDES = {
     "overconfidence": "confidence above accuracy",
@@ -64,16 +61,6 @@ _LABEL_SIDES = {
     "innovation": "labels too surprising",
 }
 _FORMAT = {"format": "errbar.Monitor", "version": 1}
-
-
-@dataclass(frozen=True)
-class _Settings:
-    classes: int
-    rate: float
-    tests: tuple[str, ...]
-    tolerance: float
-    label_noise: float
-    seed: int
 
 
 class Monitor:
@@ -110,27 +97,17 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         _require_prediction(reference, "The reference")
-        _require_between("rate", rate, 0, 1)
-        _require_between("label_noise", label_noise, 0, 1)
-        known = INPUT_TESTS + LABEL_TESTS
-        names = (tests,) if isinstance(tests, str) else tuple(tests)
-        if not names or len(set(names)) < len(names) or any(name not in known for name in names):
-            raise ArgumentError(
-                f"tests is {tests!r}; expected one or more of {', '.join(map(repr, known))}, each once."
-            )
         limit = whole_number(outstanding)
         if limit is None or limit < 0:
             raise ArgumentError(f"outstanding is {outstanding!r}; expected a whole number of zero or more.")
         if tolerance is None:
             tolerance = float(reference.std.gather(1, reference.label[:, None]).double().mean())
-        elif isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
-            raise ArgumentError(f"tolerance is {tolerance!r}; expected a number from 0 to less than 1.")
-        self._settings = _Settings(
+        self._settings = Settings(
             classes=reference.sampler.classes,
-            rate=float(rate),
-            tests=names,
-            tolerance=float(tolerance),
-            label_noise=float(label_noise),
+            rate=rate,
+            tests=(tests,) if isinstance(tests, str) else tuple(tests),
+            tolerance=tolerance,
+            label_noise=label_noise,
             seed=require_seed(seed),
         )
         self._drawn = 0
@@ -230,7 +207,7 @@ class Monitor:
 
     def agreement(self, level: float = 0.95) -> Agreement:
         """How labels and predictions agree in this run, with an interval that holds at all times at once."""
-        _require_between("level", level, 0, 1)
+        require_between("level", level, 0, 1)
         return self._tally.agreement(float(level))
 
     @property
@@ -290,15 +267,17 @@ class Monitor:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         known = copy.deepcopy(dict(state))  # a state may be used again: nothing in it is shared with the monitor
-        self._settings = _Settings(**{**known["settings"], "tests": tuple(known["settings"]["tests"])})
-        self._inputs, self._drawn = int(known["inputs"]), int(known["drawn"])
+        self._settings = Settings(**{**known["settings"], "tests": tuple(known["settings"]["tests"])})
+        self._inputs, self._drawn = stored_whole(known["inputs"]), stored_whole(known["drawn"])
         self._generator = self._generator_at(self._drawn)
         self._alarms = {alarm["test"]: Alarm(**alarm) for alarm in known["alarms"]}
         self._ranks = {
             test: RankTest.from_state(known["ranks"][test], self._cells_of(test)) for test in self._names(INPUT_TESTS)
         }
-        self._labelled = {test: Evidence(**known["labelled"][test]) for test in self._names(LABEL_TESTS)}
-        self._tally = Tally(**known["tally"])
+        self._labelled = {
+            test: Evidence.from_state(known["labelled"][test], _LABEL_BETS[test]) for test in self._names(LABEL_TESTS)
+        }
+        self._tally = Tally.from_state(known["tally"])
         self._waiting = Waiting.from_state(known["waiting"], self._settings.classes)
 
     # ------------------------------------------------------------------------------------------------- details
@@ -385,9 +364,3 @@ def _require_prediction(prediction: Prediction, what: str) -> None:
         raise DataError(f"{what} holds no inputs; expected at least one.")
     if not bool(prediction.pmf.isfinite().all()):
         raise DataError(f"{what} holds NaN or infinite probabilities; expected finite ones.")
-
-
-def _require_between(name: str, value: float, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low < value < high:
-        raise ArgumentError(f"{name} is {value!r}; expected a number between {low} and {high}.")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from errbar.checks import whole_number
+from errbar.checks import stored_numbers, stored_whole, whole_number
 from errbar.errors import ArgumentError, DataError
 
 Identifier = int | str
@@ -66,10 +66,14 @@ class Waiting:
     def from_state(state: dict[str, Any], classes: int) -> Waiting:
         entries: dict[Identifier, tuple[int, NDArray[np.float64]]] = {}
         for name, number, pmf in state["entries"]:
-            entries[name] = (int(number), np.array(pmf, np.float64))
-            if entries[name][1].shape != (classes,):
+            if len(pmf) != classes:
                 raise ValueError(f"a PMF of {len(pmf)} numbers for {classes} classes")
-        return Waiting(state["limit"], state["dropped"], state["unmatched"], entries)
+            key = name if isinstance(name, str) else whole_number(name)
+            if key is None:
+                raise ValueError(f"the name {str(name)[:60]!r}")
+            entries[key] = (stored_whole(number), np.array(stored_numbers(pmf, classes), np.float64))
+        limit, dropped, unmatched = (stored_whole(state[name]) for name in ("limit", "dropped", "unmatched"))
+        return Waiting(limit, dropped, unmatched, entries)
 
 
 def identifiers(ids: Sequence[Identifier] | Tensor, size: int | None = None) -> list[Identifier]:
