@@ -443,6 +443,11 @@ def other_posteriors(rank: int, world: int) -> None:
     posterior.update(data_set())
 
 
+def other_priors(rank: int, world: int) -> None:
+    posterior = errbar.fit(network(), data_set(), last_layers=1, prior=errbar.Prior(1.0 + rank))
+    errbar.calibrate(posterior, data_set(20, seed=3))
+
+
 def forgetting_what_was_not_seen(rank: int, world: int) -> None:
     errbar.fit(network(), data_set(10), last_layers=1).forget(data_set())
 
@@ -473,6 +478,7 @@ MISTAKES: dict[str, Callable[[int, int], None]] = {
         no_length,
         arguments_that_cannot_be_sent,
         other_posteriors,
+        other_priors,
         forgetting_what_was_not_seen,
     )
 }

@@ -212,6 +212,15 @@ def test_a_file_system_that_cannot_synchronise_folders_is_fine(
     assert errbar.verify(tmp_path / "file").kind == "posterior"
 
 
+def test_a_folder_that_does_not_reach_the_disk_is_not_said_to_be_unchanged(
+    posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic.os, "fsync", failing(os.fsync, 1, errno.EIO))
+    with pytest.raises(errbar.FileError, match=r"^A new file is in .* could not be written to the disk"):
+        posterior.save(tmp_path / "file")
+    assert errbar.verify(tmp_path / "file").kind == "posterior"
+
+
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_fine_and_nothing_is_removed_there(
     code: int, posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

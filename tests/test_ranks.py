@@ -226,6 +226,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
         ("draws_by_weight", "DataError", "WeightedRandomSampler"),
         ("no_length", "DataError", "The data set Endless has no length"),
         ("other_posteriors", "MismatchError", "disagree about the number of samples in the posterior"),
+        ("other_priors", "MismatchError", "disagree about the prior: rank 0 has 1.0, rank 1 has 2.0"),
         ("forgetting_what_was_not_seen", "ForgetError", "Cannot forget 53 samples: the information is of 10 only."),
     ],
 )

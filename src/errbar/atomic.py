@@ -141,6 +141,9 @@ def _synchronise_folder(folder: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
-            raise
+            raise FileError(
+                f"A new file is in {folder}, but that could not be written to the disk: {error.strerror or error}. "
+                "Expected a disk that works; write the file again."
+            ) from error
     finally:
         os.close(descriptor)

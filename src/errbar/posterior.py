@@ -172,7 +172,7 @@ class Posterior:
         """Refuse changed weights, and ranks of a team whose posteriors are not the same."""
         team.together(self.information.network.require_unchanged)
         if not team.is_alone:
-            facts = self.information.task.facts()
+            facts = self.information.task.facts() | {"prior": self.prior.described()}
             team.require_same(facts | {"number of samples in the posterior": str(self.information.n_samples)})
 
     def _few(self, stream: Iterator[Batch], team: Team) -> tuple[bool, Iterator[Batch]]:

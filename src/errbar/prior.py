@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class Prior:
         Right for SGD and Adam with `weight_decay`; AdamW decouples the decay from the gradient and has no such prior.
         """
         return Prior(_positive(weight_decay, " (weight decay)") * _positive(n_samples, " (number of samples)"))
+
+    def described(self) -> str:
+        """The precision as text that is the same for the same prior: what ranks compare."""
+        value = self.precision
+        if isinstance(value, Tensor):
+            return f"{len(value)} numbers, SHA-256 {hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()}"
+        return str(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
 
     def diagonal(self, selection: Selection) -> Float[Tensor, "n"]:
         """λ for each entry of the flat parameter vector, float64 on the CPU."""
