@@ -20,6 +20,7 @@ sklearn = pytest.importorskip("sklearn")
 from sklearn.base import clone  # noqa: E402
 from sklearn.datasets import load_digits, make_blobs  # noqa: E402
 from sklearn.exceptions import NotFittedError  # noqa: E402
+from sklearn.metrics import log_loss  # noqa: E402
 from sklearn.model_selection import GridSearchCV, cross_val_predict  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
@@ -189,6 +190,41 @@ def test_a_factory_is_called_with_features_and_classes_and_trained() -> None:
     assert classifier.predict_proba(x).dtype == np.float64
 
 
+def float32_network(features: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
+
+
+def test_probabilities_of_a_float32_network_sum_to_one_as_scikit_learn_wants_it() -> None:
+    x, y = blobs()
+    probability = quick(module=float32_network).fit(x, y).predict_proba(x)
+    assert log_loss(y, probability) < 1.1  # warns of sums that are off by more than 1e-8
+    np.testing.assert_allclose(probability.sum(1), 1, rtol=0, atol=1e-12)
+
+
+def test_one_sample_that_is_left_over_is_no_batch_of_its_own() -> None:
+    """Batch norms refuse to train on one sample."""
+    x, y = blobs(101)
+    assert quick(module=float32_network, batch_size=10, validation_fraction=0).fit(x, y).score(x, y) > 0.5
+    assert quick(batch_size=1, epochs=1, validation_fraction=0).fit(x[:5], y[:5]).predict(x).shape == (101,)
+
+
+def test_a_network_with_one_logit_tells_two_classes_apart() -> None:
+    x, y = blobs()
+    x, y = x[y != "eel"], y[y != "eel"]
+    classifier = quick(module=lambda features, _: nn.Linear(features, 1), last_layers=1).fit(x, y)
+    assert classifier.predict_proba(x).shape == (len(x), 2)
+    assert classifier.score(x, y) > 0.7
+
+
+def test_inputs_may_run_backwards_or_be_read_only() -> None:
+    x, y = blobs()
+    classifier = quick().fit(x, y, calibration=(x[::-1], y[::-1]))
+    np.testing.assert_allclose(classifier.predict_proba(x[::-1]), classifier.predict_proba(x)[::-1], rtol=1e-9)
+    shared = x.copy()
+    shared.flags.writeable = False
+    np.testing.assert_array_equal(classifier.predict_proba(shared), classifier.predict_proba(x))
+
+
 def test_a_trained_module_is_used_as_it_is() -> None:
     x, y = blobs()
     module = quick().fit(x, y).posterior_.model
@@ -234,6 +270,13 @@ def test_digits_are_learnt_and_errors_have_larger_bars() -> None:
         ({"prior": -1.0}, errbar.ArgumentError, "expected a positive finite number"),
         ({"calibrate": "sharpness"}, errbar.ArgumentError, "fit is 'sharpness'; expected 'temperature'"),
         ({"objective": "accuracy"}, errbar.ArgumentError, "objective is 'accuracy'"),
+        ({"module": lambda f, c: nn.Linear(f, 2)}, errbar.ModelError, "tells 2 classes apart; expected 3"),
+        ({"module": lambda f, c: nn.Linear(f + 1, c)}, errbar.DataError, "The model failed on a batch with"),
+        ({"hidden_layer_sizes": 32}, errbar.ArgumentError, "hidden_layer_sizes is 32; expected the widths"),
+        ({"hidden_layer_sizes": (8, 0)}, errbar.ArgumentError, r"hidden_layer_sizes is \(8, 0\); expected the widths"),
+        ({"learning_rate": -1.0}, errbar.ArgumentError, "learning_rate is -1.0; expected a positive number"),
+        ({"weight_decay": "small"}, errbar.ArgumentError, "weight_decay is 'small'; expected zero or a positive"),
+        ({"samples": 0, "validation_fraction": 0}, errbar.ArgumentError, "samples is 0; expected a whole number"),
     ],
 )
 def test_mistakes_in_the_settings_are_answered_in_words(settings: Any, error: type[Exception], message: str) -> None:

@@ -11,8 +11,10 @@ All imports are absolute: `sklearn` is scikit-learn here too, and this module is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import errbar
+from errbar.data import Batch
 from errbar.errors import ArgumentError, DataError, LabelError, MissingExtraError, ModelError
+from errbar.network import as_logits, run
+from errbar.prediction import require_samples
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin
@@ -122,6 +127,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes, codes = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
             raise LabelError(f"y has one class only, {classes[0]!r}; a classifier needs two classes or more.")
+        self.classes_ = classes
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         is_trained = isinstance(self.module, nn.Module)
@@ -135,9 +141,8 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if not is_trained:
             self._train(network, training, seed)
         posterior = self._posterior(network, training, is_trained)
-        _require_outputs(posterior, len(classes))
+        _require_outputs(posterior.information.n_classes, len(classes))
 
-        self.classes_ = classes
         if calibration is not None:
             rest = self._calibration_data(calibration, dtype)
         else:
@@ -159,13 +164,15 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most likely class of each input."""
-        probability = self.predict_proba(X)
+        probability = self._columns(X, lambda prediction: prediction.pmf)
         labels: NDArray[Any] = self.classes_[probability.argmax(1)]
         return labels
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """(inputs, classes): the PMF, with the uncertainty of the parameters averaged in."""
-        return self._columns(X, lambda prediction: prediction.pmf)
+        probability = self._columns(X, lambda prediction: prediction.pmf)
+        # In float64 the sums of what a float32 network says are off by 1e-7, of which the metrics of scikit-learn warn.
+        return probability / probability.sum(1, keepdims=True)
 
     def predict_std(self, X: ArrayLike) -> NDArray[np.float64]:
         """(inputs, classes): the standard deviation of each probability, √diag P^f: its error bar."""
@@ -184,7 +191,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _inputs(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self, "posterior_")
         values = validate_data(self, X, dtype=np.float64, reset=False)
-        return torch.as_tensor(values, dtype=_dtype_of(self.posterior_.model))
+        return _tensor(values, _dtype_of(self.posterior_.model))
 
     def _predict(self, inputs: Tensor) -> errbar.Prediction:
         posterior: errbar.Posterior = self.posterior_
@@ -197,8 +204,17 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; expected a whole number of one or more.")
-        if not isinstance(self.validation_fraction, (int, float)) or not 0 <= self.validation_fraction < 1:
+        if not isinstance(self.validation_fraction, Real) or not 0 <= self.validation_fraction < 1:
             raise ArgumentError(f"validation_fraction is {self.validation_fraction!r}; expected 0 up to less than 1.")
+        if not isinstance(self.learning_rate, Real) or not 0 < self.learning_rate < math.inf:
+            raise ArgumentError(f"learning_rate is {self.learning_rate!r}; expected a positive number.")
+        if not isinstance(self.weight_decay, Real) or not 0 <= self.weight_decay < math.inf:
+            raise ArgumentError(f"weight_decay is {self.weight_decay!r}; expected zero or a positive number.")
+        require_samples(self.samples)
+        if isinstance(self.prior, str) and self.prior != "evidence":
+            raise ArgumentError(f"prior is {self.prior!r}; expected a number, errbar.Prior, 'evidence' or None.")
+        if self.module is None:
+            _require_widths(self.hidden_layer_sizes)
         if self.module is not None and not callable(self.module):
             raise ArgumentError(
                 f"module is {self.module!r}; expected None, a trained torch.nn.Module, or a function (number of "
@@ -222,13 +238,16 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         shuffling = torch.Generator().manual_seed(seed)
         device = next(network.parameters()).device
         x, y = (tensor.to(device) for tensor in training.tensors)
+        network.eval()
+        with torch.no_grad():
+            _require_outputs(as_logits(run(network, Batch((x[:1],))), 1).shape[1], len(self.classes_))
         network.train()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
             for _ in range(self.epochs):
-                for rows in torch.randperm(len(x), generator=shuffling).split(int(self.batch_size)):
+                for rows in _batches(torch.randperm(len(x), generator=shuffling), int(self.batch_size)):
                     optimizer.zero_grad()
-                    nn.functional.cross_entropy(network(x[rows]), y[rows]).backward()
+                    nn.functional.cross_entropy(as_logits(network(x[rows]), len(rows)), y[rows]).backward()
                     optimizer.step()
         optimizer.zero_grad()
         network.eval()
@@ -247,8 +266,6 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return errbar.condition(information, errbar.Prior.from_weight_decay(self.weight_decay, len(training)))
         if prior is None or prior == "evidence":
             return errbar.condition(information, errbar.choose_prior(information))
-        if isinstance(prior, str):
-            raise ArgumentError(f"prior is {prior!r}; expected a number, errbar.Prior, 'evidence' or None.")
         return errbar.condition(information, prior if isinstance(prior, errbar.Prior) else errbar.Prior(prior))
 
     def _calibration_data(self, calibration: tuple[ArrayLike, ArrayLike], dtype: torch.dtype) -> TensorDataset:
@@ -288,14 +305,34 @@ def _held_out(codes: NDArray[np.intp], fraction: float, random: np.random.Random
 
 
 def _data_set(inputs: NDArray[np.float64], codes: NDArray[np.intp], dtype: torch.dtype) -> TensorDataset:
-    return TensorDataset(torch.as_tensor(inputs, dtype=dtype), torch.as_tensor(codes))
+    return TensorDataset(_tensor(inputs, dtype), torch.as_tensor(codes))
+
+
+def _tensor(inputs: NDArray[np.float64], dtype: torch.dtype) -> Tensor:
+    """A copy, because torch has no tensors that run backwards (X[::-1]) or cannot be written to (shared by joblib)."""
+    return torch.from_numpy(np.array(inputs, dtype=np.float64, order="C")).to(dtype)
+
+
+def _batches(order: Tensor, size: int) -> list[Tensor]:
+    """The order in batches. One sample that is left over joins the batch before it: batch norms cannot train on one."""
+    parts = list(order.split(size))
+    if len(parts) > 1 and len(parts[-1]) == 1 < size:
+        parts[-2:] = [torch.cat(parts[-2:])]
+    return parts
 
 
 def _dtype_of(network: nn.Module) -> torch.dtype:
     return next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
-def _require_outputs(posterior: errbar.Posterior, classes: int) -> None:
-    outputs = posterior.information.n_classes
+def _require_widths(sizes: Any) -> None:
+    widths = list(sizes) if isinstance(sizes, Iterable) else [None]
+    if any(isinstance(width, bool) or not isinstance(width, Integral) or width < 1 for width in widths):
+        raise ArgumentError(
+            f"hidden_layer_sizes is {sizes!r}; expected the widths of the hidden layers, for example (32, 32)."
+        )
+
+
+def _require_outputs(outputs: int, classes: int) -> None:
     if outputs != classes:
         raise ModelError(f"The module tells {outputs} classes apart; expected {classes}, as many as y has.")
