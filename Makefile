@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= demo-output
 
-.PHONY: setup demo test test-slow test-browser check format bench results clean
-.PHONY: setup demo docs docs-refresh test test-slow check format bench results clean
+.PHONY: setup demo docs docs-refresh test test-slow test-browser check format bench results clean
 
 setup: $(STAMP)
 
@@ -42,12 +41,10 @@ test: setup
 test-slow: setup
 	$(PYTEST) -m "not browser" tests
 
-# The page of errbar serve, in a real browser. Needs a chromium and says so: on Debian, apt-get install chromium.
+# The page of errbar serve and the report, in a real browser. Needs a chromium and says so: on Debian,
+# apt-get install chromium.
 test-browser: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
-# With the chromium of the system, or that of `playwright install chromium`.
-test-browser: setup
-	$(BIN)/python -m pytest -m browser tests/browser
 
 check: setup
 	$(BIN)/ruff format --check src tests bench examples website
