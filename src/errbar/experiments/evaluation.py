@@ -94,19 +94,9 @@ def _under_shift(
 
 
 def roc(values: Float[Tensor, "N"], positive: Tensor, points: int = 100) -> dict[str, list[float]]:
-    """About `points` points of the curve, from (0, 0) to (1, 1)."""
-    order = values.argsort(descending=True)
-    flags = positive[order].double()
-    true, false = flags.cumsum(0) / flags.sum(), (1 - flags).cumsum(0) / (1 - flags).sum()
-    # A point only where the score changes: ties are crossed in one step.
-    ends = torch.cat([values[order].diff() != 0, torch.tensor([True])]).nonzero()[:, 0]
-    wanted = torch.linspace(0, 1, points, dtype=torch.float64)
-    at = ends[torch.searchsorted(false[ends].contiguous(), wanted).clamp_max(len(ends) - 1)]
-    start = torch.zeros(1, dtype=torch.float64)
-    return {
-        "fpr": [round(v, 5) for v in torch.cat([start, false[at]]).tolist()],
-        "tpr": [round(v, 5) for v in torch.cat([start, true[at]]).tolist()],
-    }
+    """About `points` points of the curve, from (0, 0) to (1, 1), for files."""
+    false, true = metrics.roc(values, positive, points)
+    return {"fpr": [round(rate, 5) for rate in false], "tpr": [round(rate, 5) for rate in true]}
 
 
 def _seconds(method: Method, x: Tensor) -> float:
