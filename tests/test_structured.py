@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import errbar
 from errbar import bands
@@ -245,6 +247,31 @@ def test_many_classes_never_make_a_matrix_of_classes_by_classes() -> None:
     assert prediction.std.shape == (1, 3100)
     with pytest.raises(errbar.SizeError, match=r"52,700 × 52,700 matrix needs 20\.\d GiB"):
         posterior.covariance()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operation: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **kwargs or {})
+        self.numbers = max(self.numbers, made.numel() if isinstance(made, Tensor) else 0)
+        return made
+
+
+def test_contrasts_of_many_classes_become_logits_without_more_than_the_result() -> None:
+    """40 classes and 4 entries of h: the sum has (40·4)² numbers, a table from contrasts to logits 40⁴/4."""
+    model, x = seeded(lambda: nn.Linear(3, 40)), draw(10, 3)
+    with Largest() as largest:
+        made = errbar.collect(model, [x], last_layers=1).dense()
+    assert largest.numbers <= 160**2
+    f = torch.softmax(model(x).detach(), 1)
+    h = torch.cat([x, torch.ones(10, 1, dtype=x.dtype)], 1)
+    whole = torch.einsum("nij,na,nb->iajb", torch.diag_embed(f) - f[:, :, None] * f[:, None, :], h, h)
+    # Weights first, then biases, as the parameters lie.
+    order = torch.cat([torch.arange(160).reshape(40, 4)[:, :3].reshape(-1), torch.arange(3, 160, 4)])
+    torch.testing.assert_close(made, whole.reshape(160, 160)[order][:, order], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("draws", ["antithetic", "sobol"])

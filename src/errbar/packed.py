@@ -28,6 +28,9 @@ _NARROW = 256
 _FEW_SAMPLES = 8
 # Fewer columns than the first, and more than one, are made as many as the second before a product.
 _NARROW_COLUMNS, _WIDE_COLUMNS = 12, 16
+# Up to so many outputs all entries are expanded by one product; numbers of a piece where there are more.
+_FEW_OUTPUTS = 32
+_EXPANDED_NUMBERS = 2**21
 
 
 @lru_cache(maxsize=64)
@@ -151,10 +154,17 @@ def expanded(
         block = block[:, : d * (d + 1) // 2]
         if left is None:
             return block
-        # What each packed entry of C becomes: left (unit matrix) leftᵀ, packed.
         index = unpack_index(d, block.device)
-        units = (index[None] == torch.arange(block.shape[1], device=block.device)[:, None, None]).to(block)
         i, j = triangle(D, block.device)
+        if d > _FEW_OUTPUTS:
+            result = block.new_empty(len(block), len(i))
+            step = max(1, _EXPANDED_NUMBERS // D**2)
+            for start in range(0, len(block), step):
+                whole = block[start : start + step].index_select(1, index.reshape(-1)).reshape(-1, d, d)
+                result[start : start + step] = (left @ whole @ left.mT)[:, i, j]
+            return result
+        # What each packed entry of C becomes: left (unit matrix) leftᵀ, packed. One product does it, but D⁴ numbers.
+        units = (index[None] == torch.arange(block.shape[1], device=block.device)[:, None, None]).to(block)
         return block @ (left @ units @ left.mT)[:, i, j]
     block = block[:, : d * e]
     if left is not None:
