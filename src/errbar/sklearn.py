@@ -172,7 +172,8 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """(inputs, classes): the PMF, with the uncertainty of the parameters averaged in."""
         probability = self._columns(X, lambda prediction: prediction.pmf)
         # In float64 the sums of what a float32 network says are off by 1e-7, of which the metrics of scikit-learn warn.
-        return probability / probability.sum(1, keepdims=True)
+        probability /= probability.sum(1, keepdims=True)
+        return probability
 
     def predict_std(self, X: ArrayLike) -> NDArray[np.float64]:
         """(inputs, classes): the standard deviation of each probability, √diag P^f: its error bar."""
@@ -266,6 +267,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return errbar.condition(information, errbar.Prior.from_weight_decay(self.weight_decay, len(training)))
         if prior is None or prior == "evidence":
             return errbar.condition(information, errbar.choose_prior(information))
+        assert not isinstance(prior, str)
         return errbar.condition(information, prior if isinstance(prior, errbar.Prior) else errbar.Prior(prior))
 
     def _calibration_data(self, calibration: tuple[ArrayLike, ArrayLike], dtype: torch.dtype) -> TensorDataset:
