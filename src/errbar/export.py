@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,9 @@ from errbar.atomic import replacing, require_writable_folder, write_all
 from errbar.capture import LinearLayer
 from errbar.data import Batch
 from errbar.errors import ArgumentError, ExportError, MissingExtraError
-from errbar.export_chain import ChainedNetwork, Linear, chained, exported, named_inputs
+from errbar.export_chain import ChainedNetwork, Linear, Sample, chained, exported, named_inputs
 from errbar.export_graph import Draws, PredictionGraph, head
+from errbar.logits import LogitGaussian
 from errbar.modes import plain_execution
 from errbar.prediction import Prediction, standard_normal
 from errbar.shared import SharedLayer
@@ -55,6 +56,27 @@ class ExportRequest:
     draws: str
     thresholds: Float[Tensor, "R M"]
     outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A batch, prepared for the network, and what `predict` says about it, by the names of the outputs."""
+
+    batch: Batch
+    expected: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(batch: Batch, gaussian: LogitGaussian, request: ExportRequest) -> Example:
+        """`gaussian` is what the posterior says about the logits of the batch."""
+        prediction, rounded = gaussian.predict(request.samples, request.seed, draws=request.draws), gaussian.rounded()
+        made: dict[str, Callable[[], Tensor]] = {
+            "pmf": lambda: prediction.pmf,
+            "std": lambda: prediction.std,
+            "covariance": lambda: prediction.covariance,
+            "logits": lambda: rounded.mean,
+            "logit_covariance": lambda: rounded.covariance,
+        }
+        return Example(batch, {name: make() for name, make in made.items() if name in request.outputs})
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:
@@ -101,39 +123,46 @@ def write_export(
     path: str | os.PathLike[str],
     task: Task,
     factor: Factor,
-    batch: Batch,
+    examples: Sequence[Example],
     request: ExportRequest,
-    expected: Mapping[str, Tensor],
 ) -> None:
-    """Make the graph, compare it with what `predict` says about the prepared batch, and write the file."""
+    """Make the graph, compare it with what `predict` says about the examples, and write the file."""
+    batch = examples[0].batch
     kind = checked_path(path)
     with plain_execution(task.network.device), warnings.catch_warnings():
         # About what is deprecated inside torch, and what later versions will do: nothing that a caller can act on.
         warnings.simplefilter("ignore")
         program = program_of(task, factor, batch, request)
-        _require_agreement(program.module()(*batch.args, **batch.kwargs), expected, "The graph")
+        module = program.module()
+        for example in examples:
+            found = module(*example.batch.args, **example.batch.kwargs)
+            _require_agreement(found, example.expected, "The graph")
         about = {name: json.dumps(value) for name, value in _description(task, request).items()}
         if kind == ".pt2":
             buffer = io.BytesIO()
             torch.export.save(program, buffer, extra_files={f"{name}.json": value for name, value in about.items()})
             data = buffer.getvalue()
         else:
-            inputs = named_inputs(batch)
-            data = _onnx(program, list(inputs), request.outputs, about)
-            found = _run_by_onnx_runtime(data, inputs, request.outputs)
-            if found is not None:
-                _require_agreement(found, expected, "ONNX Runtime")
+            data = _onnx(program, list(named_inputs(batch)), request.outputs, about)
+            _require_agreement_of_onnx_runtime(data, examples, request.outputs)
     with replacing(path) as descriptor:
         write_all(descriptor, data)
 
 
 def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -> ExportedProgram:
     """The whole way from input to outputs as one exported program whose batch size is free."""
+    program = exported(graph_of(task, factor, batch, request).eval(), Sample.of(batch))
+    for node in program.graph.nodes:
+        # Where in which file of which folder an operation was written: nobody else's business.
+        node.meta.pop("stack_trace", None)
+    return program
+
+
+def graph_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -> PredictionGraph:
+    """The whole way from input to outputs as a module of elementary operations."""
     layers, identity = _selected(task)
     _require_exportable(task, batch)
-    # Two rows, because a batch of one would fix the size; and zeros, because the file keeps what it was made with.
-    two = batch.map(lambda t: t.new_zeros(2, *t.shape[1:]) if t.ndim > 0 and t.shape[0] == len(batch) else t)
-    network = chained(task.network, layers, two)
+    network = chained(task.network, layers, Sample.of(batch))
     order = [step.layer for step in network.steps if isinstance(step, Linear) and step.layer is not None]
     part = head(factor, order, task.dtype, task.n_classes, identity=identity)
     like = torch.empty(0, dtype=task.network.dtype)
@@ -141,7 +170,7 @@ def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest)
     if part.basis is not None:
         normal = part.basis.T.to(normal.dtype) @ normal
     draws = Draws(request.temperature, request.covariance_scale, normal.contiguous(), request.thresholds)
-    graph = PredictionGraph(
+    return PredictionGraph(
         network,
         part.covariance,
         draws,
@@ -151,11 +180,6 @@ def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest)
         dtype=task.dtype,
         outputs=request.outputs,
     )
-    program = exported(graph.eval(), two)
-    for node in program.graph.nodes:
-        # Where in which file of which folder an operation was written: nobody else's business.
-        node.meta.pop("stack_trace", None)
-    return program
 
 
 def _start(network: ChainedNetwork, classes: int, *, identity: bool, single: bool) -> Float[Tensor, "M c"] | None:
@@ -223,7 +247,7 @@ def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
             raise ExportError(
                 f"{who} and posterior.predict differ by {error:.1e} in '{name}' of the example; expected at most "
                 f"{limit:.0e}. Where the prior is weak, that is rounding: fit with precision='float64' or a larger "
-                "prior precision."
+                "prior precision. A model that does something else for a batch of one cannot be exported."
             )
 
 
@@ -244,10 +268,11 @@ def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str
         ) from error
     assert made is not None
     proto = made.model_proto
-    free = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    # The output has the batch size first, under the name that torch gave it; an input may have no size at all.
+    free = proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for size in value.type.tensor_type.shape.dim:
-            if size.dim_param == free:
+            if free and size.dim_param == free:
                 size.dim_param = "batch"
     for name, value in about.items():
         entry = proto.metadata_props.add()
@@ -267,22 +292,23 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _run_by_onnx_runtime(
-    data: bytes, inputs: Mapping[str, Tensor], outputs: Sequence[str]
-) -> Mapping[str, Tensor] | None:
-    """What ONNX Runtime says, where it is installed."""
+def _require_agreement_of_onnx_runtime(data: bytes, examples: Sequence[Example], outputs: Sequence[str]) -> None:
+    """Refuse a file that ONNX Runtime, where it is installed, cannot run or makes something else of."""
     try:
         import onnxruntime
     except ImportError:
-        return None
+        return
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
+    given = [{name: value.numpy() for name, value in named_inputs(example.batch).items()} for example in examples]
     try:
         session = onnxruntime.InferenceSession(data, settings, providers=["CPUExecutionProvider"])
-        found = session.run(list(outputs), {name: value.numpy() for name, value in inputs.items()})
+        results = [session.run(list(outputs), inputs) for inputs in given]
     except Exception as error:
         raise ExportError(
             f"ONNX Runtime cannot run the graph: {' '.join(str(error).split())[:300]}. It lacks some operations in "
             "float64; expected a float32 model, or a .pt2 file."
         ) from error
-    return {name: torch.as_tensor(value) for name, value in zip(outputs, found, strict=True)}
+    for example, values in zip(examples, results, strict=True):
+        found = {name: torch.as_tensor(value) for name, value in zip(outputs, values, strict=True)}
+        _require_agreement(found, example.expected, "ONNX Runtime")

@@ -127,11 +127,27 @@ def named_inputs(batch: Batch) -> dict[str, Tensor]:
     return dict(zip(["x"], batch.args, strict=False)) | batch.kwargs
 
 
-def exported(module: nn.Module, batch: Batch) -> ExportedProgram:
-    """A graph of the module in which the number of samples is free, and everything else as it is in the batch."""
-    inputs, size = named_inputs(batch), len(batch)
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Two rows to make a graph with, and the names of the inputs that run over the rows; others stay as they are."""
+
+    batch: Batch
+    free: frozenset[str]
+
+    @staticmethod
+    def of(batch: Batch) -> Sample:
+        """Two rows, because a batch of one would fix the size; and zeros, because a file keeps what made it."""
+        size = len(batch)
+        free = (name for name, t in named_inputs(batch).items() if t.ndim > 0 and t.shape[0] == size)
+        two = batch.map(lambda t: t.new_zeros(2, *t.shape[1:]) if t.ndim > 0 and t.shape[0] == size else t)
+        return Sample(two, frozenset(free))
+
+
+def exported(module: nn.Module, sample: Sample) -> ExportedProgram:
+    """A graph of the module in which the number of rows is free, and everything else as it is in the sample."""
+    batch, inputs = sample.batch, named_inputs(sample.batch)
     free = torch.export.Dim("batch")
-    shapes = {name: {0: free} if t.ndim > 0 and t.shape[0] == size else {} for name, t in inputs.items()}
+    shapes = {name: {0: free} if name in sample.free else {} for name in inputs}
     forward = module.forward
 
     def with_names(*args: Tensor, **kwargs: Tensor) -> Any:
@@ -144,12 +160,12 @@ def exported(module: nn.Module, batch: Batch) -> ExportedProgram:
     return torch.export.export(module, batch.args, batch.kwargs, dynamic_shapes=shapes, strict=False)
 
 
-def chained(network: Network, layers: Sequence[LinearLayer], batch: Batch) -> ChainedNetwork:
+def chained(network: Network, layers: Sequence[LinearLayer], sample: Sample) -> ChainedNetwork:
     """The network as a graph whose batch size is free, with the steps back to the selected `layers`."""
     module = _Output(replicate(network.module).eval())
     try:
         # Without operations in place, which would overwrite values that the way back needs.
-        program = exported(module, batch).run_decompositions({})
+        program = exported(module, sample).run_decompositions({})
     except Exception as error:
         raise ExportError(
             f"torch.export cannot make a graph of the model for any batch size: {_first_line(error)} Expected a model "
@@ -279,8 +295,9 @@ def _slope(node: Node) -> Slope | None:
     if node.target is aten.silu.default:
         return lambda z: torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
     if node.target is aten.softplus.default:
-        beta = float(_argument(node, 1, "beta", 1.0))
-        return lambda z: torch.sigmoid(beta * z)
+        beta, threshold = float(_argument(node, 1, "beta", 1.0)), float(_argument(node, 2, "threshold", 20.0))
+        # Above the threshold torch takes the identity in its place.
+        return lambda z: torch.where(beta * z > threshold, torch.ones_like(z), torch.sigmoid(beta * z))
     if node.target is aten.gelu.default:
         return _gelu_by_tanh if _argument(node, 1, "approximate", "none") == "tanh" else _gelu
     return None

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from errbar.checks import Checks
 from errbar.data import Batch, Unpack, input_batch
 from errbar.dense import DenseFactor, DenseSum
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
-from errbar.export import ExportRequest, checked_outputs, checked_path, checked_thresholds, write_export
+from errbar.export import Example, ExportRequest, checked_outputs, checked_path, checked_thresholds, write_export
 from errbar.files import write
 from errbar.information import Information, accumulate_over, collect
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
@@ -250,18 +250,9 @@ class Posterior:
         selected layers may be anything; these and what follows must be linear layers with activations between them.
         """
         checked_path(path)
-        gaussian = self.accurate_logits(example)
-        prediction = gaussian.predict(samples, seed, draws=draws)
+        prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
-        rounded = gaussian.rounded()
-        expected: dict[str, Callable[[], Tensor]] = {
-            "pmf": lambda: prediction.pmf,
-            "std": lambda: prediction.std,
-            "covariance": lambda: prediction.covariance,
-            "logits": lambda: rounded.mean,
-            "logit_covariance": lambda: rounded.covariance,
-        }
         request = ExportRequest(
             self.temperature,
             self.covariance_scale,
@@ -271,8 +262,11 @@ class Posterior:
             thresholds,
             names,
         )
-        truth = {name: make() for name, make in expected.items() if name in names}
-        write_export(path, self.information.task, self.factor, self._prepared(example)[1], request, truth)
+        batch = self._prepared(example)[1]
+        # The batch size is free in the file, so it has to be right about one row as well as about several.
+        parts = [batch, batch.rows(0, 1)] if len(batch) > 1 else [batch]
+        examples = [Example.of(part, self.accurate_logits(part), request) for part in parts]
+        write_export(path, self.information.task, self.factor, examples, request)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles carry the model and the information; the factorisation, which has locks, is made again."""
