@@ -58,10 +58,10 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def train(callback: Any, folder: Path, *loaders: Any) -> Classifier:
-    module = Classifier()
+def train(callback: Any, folder: Path, *loaders: Any, module: Any = None, **settings: Any) -> Any:
+    module = Classifier() if module is None else module
     trainer = lightning.Trainer(
-        max_epochs=3,
+        **{"max_epochs": 3} | settings,
         accelerator="cpu",
         devices=1,
         logger=False,
@@ -69,7 +69,7 @@ def train(callback: Any, folder: Path, *loaders: Any) -> Classifier:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[callback],
+        callbacks=callback if isinstance(callback, list) else [callback],
     )
     trainer.fit(module, *loaders)
     return module
@@ -111,6 +111,25 @@ def test_calibration_data_can_be_given_where_there_is_no_validation_loader(tmp_p
     given = ErrbarCallback(last_layers=1, calibration=validation_loader())
     train(given, tmp_path, training_loader())
     assert given.posterior.temperature != 1.0
+
+
+def test_a_validation_loader_calibrates_also_where_no_validation_ran(tmp_path: Path) -> None:
+    callback = ErrbarCallback(last_layers=1)
+    settings = {"check_val_every_n_epoch": 5, "num_sanity_val_steps": 0}
+    train(callback, tmp_path, training_loader(), validation_loader(), **settings)
+    assert callback.posterior.temperature != 1.0
+    without = ErrbarCallback(last_layers=1)
+    train(without, tmp_path, training_loader(), validation_loader(), limit_val_batches=0)
+    assert without.posterior.temperature == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_weights_that_are_averaged_when_the_training_ends_are_those_of_the_posterior(tmp_path: Path) -> None:
+    averaging = lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+    callback = ErrbarCallback(last_layers=1)
+    module = train([averaging, callback], tmp_path, training_loader(), validation_loader())
+    assert callback.posterior.model is module
+    assert callback.posterior.predict(HELD_OUT.tensors[0]).pmf.shape == (100, 3)
 
 
 def test_the_posterior_is_saved_for_load(tmp_path: Path) -> None:
@@ -163,16 +182,20 @@ def test_there_is_no_posterior_before_the_training() -> None:
         _ = ErrbarCallback(last_layers=1).posterior
 
 
-def test_of_several_validation_loaders_one_has_to_be_named(tmp_path: Path) -> None:
-    class Two(ErrbarCallback):
-        """A name of its own: the module's validation_step takes one loader."""
+def test_of_several_validation_loaders_one_has_to_be_named_before_the_training(tmp_path: Path) -> None:
+    class Two(Classifier):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            raise AssertionError("the training began")
 
-    callback = Two(last_layers=1)
-    trainer = type("Trainer", (), {"val_dataloaders": [validation_loader(), validation_loader()]})()
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            return
+
+    loaders = [validation_loader(), validation_loader()]
     with pytest.raises(errbar.ArgumentError, match=r"has 2 loaders; expected one. Say which .*calibration=loader"):
-        callback._held_out(trainer)
-    trainer.val_dataloaders = [HELD_OUT]
-    assert callback._held_out(trainer) is HELD_OUT
+        train(ErrbarCallback(last_layers=1), tmp_path, training_loader(), loaders, module=Two())
+    one = ErrbarCallback(last_layers=1)
+    train(one, tmp_path, training_loader(), loaders[:1])
+    assert one.posterior.temperature != 1.0
 
 
 # ------------------------------------------------------------------------------------------------------ torchmetrics

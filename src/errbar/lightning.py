@@ -34,13 +34,15 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
     """Fits a posterior when the training ends, calibrates it on the validation data, and keeps it in `.posterior`.
 
     It is about the weights as they are then, at the end: to have it about the best checkpoint, load that and call
-    `errbar.fit`. With several processes all of them take part, and all have the result.
+    `errbar.fit`. Callbacks that change the weights when the training ends, such as `StochasticWeightAveraging`, have to
+    come before this one. With several processes all of them take part, and all have the result.
 
     Args:
         network: the name of the submodule that returns logits; None if the LightningModule itself does when called.
         data: what to fit on; None for the training loader of the trainer. Give it where that loader augments its
             samples or draws them with replacement.
-        calibration: held-out data; None for the validation loader, if there is one; False for no calibration.
+        calibration: held-out data; None for the validation loader, if the trainer validates with one; False for no
+            calibration.
         path: where to save the posterior, for `errbar.load`; None to not save it.
         options: `last_layers` or `parameters`, and all else that `errbar.fit` takes.
     """
@@ -77,11 +79,15 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
         if stage == "fit":
             self._model(pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """So is the question which of several loaders is meant."""
+        self._data(trainer)
+        self._held_out(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, calibrate, save: while the network is still on the device that it was trained on."""
         model = self._model(pl_module)
-        data = _one_loader(trainer.train_dataloader, "data") if self.data is None else self.data
-        posterior = errbar.fit(model, data, **self.options)
+        posterior = errbar.fit(model, self._data(trainer), **self.options)
         held_out = self._held_out(trainer)
         if held_out is not None:
             shared = {name: self.options[name] for name in ("unpack", "group", "progress") if name in self.options}
@@ -110,11 +116,17 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
             ) from error
         return found
 
+    def _data(self, trainer: Trainer) -> Any:
+        return _one_loader(trainer.train_dataloader, "data") if self.data is None else self.data
+
     def _held_out(self, trainer: Trainer) -> Any:
         if self.calibration is False:
             return None
         if self.calibration is not None:
             return self.calibration
+        if trainer.val_dataloaders is None and trainer.enable_validation:
+            # Lightning opens the validation loader when it first validates, which may be after the last epoch.
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
         return None if not trainer.val_dataloaders else _one_loader(trainer.val_dataloaders, "calibration")
 
 
