@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 
 import errbar
 from command_line import CLASSES, Workspace, run, said
+from errbar.commands.images import ImageRows
+from errbar.commands.rows import ArrayRows
 
 FLOAT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -404,6 +406,33 @@ def test_a_transform_is_applied_to_each_row(files: Workspace, tmp_path: Path) ->
     said(*command, "--transform", "tiny_net:hundredth", "-o", str(output))
     expected = library(files).predict(files.test[0] * 100 / 100)
     np.testing.assert_allclose(np.load(output)["pmf"], expected.pmf.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [None, (2, 2)])
+def test_pictures_of_sixteen_bits_keep_their_range(size: tuple[int, int] | None, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    levels = np.linspace(0, 65535, 16).round().astype(np.uint16).reshape(4, 4)
+    for name, array in (("a", levels), ("b", (levels // 257).astype(np.uint8))):
+        (tmp_path / name).mkdir()
+        image.fromarray(array).save(tmp_path / name / "picture.png")
+    deep, shallow = ImageRows(tmp_path, None, None, size).__getitems__([0, 1])[0]
+    torch.testing.assert_close(deep, shallow, rtol=0, atol=0.005)
+    assert float(deep.max() - deep.min()) > 0.5
+
+
+def test_pictures_in_floating_point_need_a_transform(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "picture.tiff")
+    with pytest.raises(errbar.DataError, match=r"numbers of another range .* Give a --transform that scales it"):
+        ImageRows(tmp_path, None, None, None)[0]
+    rows = ImageRows(tmp_path, None, lambda picture: torch.from_numpy(np.array(picture)), None)
+    assert torch.equal(rows[0][0], torch.ones(4, 4))
+
+
+def test_rows_come_in_the_order_that_is_asked_for() -> None:
+    rows = ArrayRows(np.arange(6.0), None, None)
+    for order in ([0, 2, 1, 3], [1, 2, 3], [3, 1], [5]):
+        assert rows.__getitems__(order)[0].tolist() == order
 
 
 def test_folders_of_pictures_have_classes_by_name(workspace: Workspace, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from errbar.commands.named import extra
 from errbar.commands.rows import IMAGES, Row, Rows, Transform, apply, stacked
 from errbar.errors import ArgumentError, DataError, FileError, LabelError
 
-_GREY = ("1", "L", "LA", "I", "I;16", "F")
+_GREY = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L", "F")
+_BYTES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_SIXTEEN_BITS = 2**16 - 1
 
 
 class ImageRows(Rows):
@@ -62,12 +64,26 @@ class ImageRows(Rows):
 
     def _sample(self, path: Path) -> Tensor:
         picture = self._open(path)
+        if self.transform is None and picture.mode not in _BYTES:
+            picture = self._scaled(picture, path)
         if self.size is not None:
             picture = picture.resize(self.size[::-1], self.pillow.Resampling.BILINEAR)
         if self.transform is not None:
             return apply(self.transform, picture)
+        if picture.mode == "F":
+            grey = torch.from_numpy(np.array(picture))[None]
+            return grey if self.grey else grey.expand(3, -1, -1)
         pixels = np.array(picture.convert("L" if self.grey else "RGB"), dtype=np.float32) / 255
         return torch.from_numpy(pixels)[None] if self.grey else torch.from_numpy(pixels).permute(2, 0, 1)
+
+    def _scaled(self, picture: Any, path: Path) -> Any:
+        """A picture of sixteen bits in 0 … 1; made one of eight bits, all but its darkest parts would be white."""
+        if picture.mode == "F" or np.array(picture).max() > _SIXTEEN_BITS:
+            raise DataError(
+                f"The picture {path} has numbers of another range than 0 to {_SIXTEEN_BITS} (mode {picture.mode!r}); "
+                "expected 8 or 16 bits. Give a --transform that scales it."
+            )
+        return self.pillow.fromarray(np.array(picture, dtype=np.float32) / _SIXTEEN_BITS)
 
     def _open(self, path: Path) -> Any:
         try:

@@ -70,9 +70,9 @@ class ArrayRows(Rows):
 
 def _rows(array: np.ndarray, indices: Sequence[int]) -> np.ndarray:
     """A copy of some rows; a slice where they follow each other, because that is one read of the disk."""
-    first, last = indices[0], indices[-1]
-    wanted = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
-    return np.array(array[wanted])
+    wanted = list(indices)
+    first, last = wanted[0], wanted[-1]
+    return np.array(array[first : last + 1] if wanted == list(range(first, last + 1)) else array[wanted])
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
