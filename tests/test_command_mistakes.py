@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def files(workspace: Workspace) -> Workspace:
         Path("data.txt").write_text("text")
         Path("pictures").mkdir()
         Path("broken_module.py").write_text("1 / 0\n")
+        Path("program.py").write_text("raise SystemExit(2)\n")
         torch.save([1, 2], "list.pt")
         torch.save({"epoch": 3}, "nothing.pt")
         torch.save(os.getcwd, "code.pt")
@@ -55,6 +57,7 @@ MISTAKES = {
     "no such callable": (["fit", "tiny_net:missing", "data.npz", "--last-layers", "1"], "has no attribute 'missing'"),
     "no callable at all": (["fit", "tiny_net", "data.npz", "--last-layers", "1"], "expected package.module:callable"),
     "a module that fails": (["fit", "broken_module:model", "data.npz", "--last-layers", "1"], "ZeroDivisionError"),
+    "a module that is a program": (["fit", "program:model", "data.npz", "--last-layers", "1"], "program that ended"),
     "a callable with arguments": (["fit", "tiny_net:needs", "data.npz", "--last-layers", "1"], "needs no arguments"),
     "a callable that fails": (["fit", "tiny_net:breaks", "data.npz", "--last-layers", "1"], "no disk in the drive"),
     "a number as model": (
@@ -81,6 +84,8 @@ MISTAKES = {
     "no such parameter": (["fit", "tiny_net:trained", "data.npz", "--parameters", "head"], "head"),
     "a prior of words": ([*FIT, "--prior", "strong"], "The prior is 'strong'; expected a number"),
     "a negative prior": ([*FIT, "--prior", "-1"], "prior"),
+    "a prior and a weight decay": ([*FIT, "--prior", "5", "--weight-decay", "0.1"], "expected one of them"),
+    "a weight decay of nothing": ([*FIT, "--weight-decay", "0"], "(weight decay) is 0.0; expected a positive"),
     "no such device": ([*FIT, "--device", "abacus"], "The device 'abacus' cannot be used"),
     "too few class names": ([*FIT, "--class-names", "ant,bee"], "expected 3 printable texts"),
     "class names twice": ([*FIT, "--class-names", "ant,ant,bee"], "different names"),
@@ -142,6 +147,40 @@ def test_a_mistake_is_one_sentence_and_leaves_no_file(mistake: str, files: Works
     assert [path for path in sorted(Path.cwd().iterdir()) if path.name != "__pycache__"] == [
         path for path in before if path.name != "__pycache__"
     ]
+
+
+@pytest.mark.parametrize("mistake", ["too few class names", "a weight decay of nothing", "a prior and a weight decay"])
+def test_what_can_be_known_before_is_told_before_the_data_are_read(
+    mistake: str, files: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errbar, "collect", None)
+    arguments, expected = MISTAKES[mistake]
+    result = run(*arguments, "-o", str(tmp_path / "out"))
+    assert result.code == 1
+    assert expected in result.err
+
+
+def test_what_the_model_prints_is_not_in_the_way_of_programs(files: Workspace, tmp_path: Path) -> None:
+    Path("chatty.py").write_text(
+        "import tiny_net\nprint('hello')\ndef net():\n    print('loading')\n    return tiny_net.trained()\n"
+    )
+    arguments = ["fit", "chatty:net", "data.npz", "--last-layers", "1", "-o", str(tmp_path / "p"), "--json"]
+    result = run(*arguments)
+    assert (result.code, result.err) == (0, "hello\nloading\n")
+    assert json.loads(result.out)["samples"] == len(files.train[0])
+
+
+def test_labels_of_two_classes_may_be_a_column(files: Workspace, tmp_path: Path) -> None:
+    Path("binary_net.py").write_text(
+        "import torch\ndef net():\n    model = torch.nn.Linear(4, 1).double()\n    model.weight.data.fill_(0.5)\n"
+        "    model.bias.data.fill_(0.0)\n    return model\n"
+    )
+    x, y = files.train
+    np.savez(tmp_path / "column.npz", x=x.numpy(), y=(y == 0).double().numpy()[:, None])
+    posterior, data = str(tmp_path / "p.safetensors"), str(tmp_path / "column.npz")
+    said("fit", "binary_net:net", data, "--last-layers", "1", "-o", posterior)
+    found = said("outliers", posterior, data, "--model", "binary_net:net")["outliers"]
+    assert all(row["label"] == int(y[row["input"]] == 0) for row in found)
 
 
 def test_an_output_is_replaced_by_force(files: Workspace, tmp_path: Path) -> None:

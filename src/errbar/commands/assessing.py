@@ -67,10 +67,12 @@ def outliers(
         default = "label_suspicion" if scores.label_suspicion is not None else "mutual_information"
         chosen = default if by is None else by.value.replace("-", "_")
         order = scores.ranking(chosen).cpu()
+        # All at once and in order: a .parquet file would be read again for each name in the order of suspicion.
+        names = source.names(0, len(order))
 
         def columns(rows: Tensor) -> dict[str, Any]:
             """Columns of the inputs with these numbers."""
-            made: dict[str, Any] = {"input": [source.names(row, 1)[0] for row in rows.tolist()]}
+            made: dict[str, Any] = {"input": [names[row] for row in rows.tolist()]}
             if scores.label_suspicion is not None:
                 labels = [int(recorded.labels[row]) for row in rows.tolist()]
                 made["label"] = torch.tensor(labels)

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 import errbar
+from errbar.checks import Checks
 from errbar.commands import options
 from errbar.commands.choices import FisherChoice, ObjectiveChoice, PrecisionChoice, ScaleChoice, StructureChoice
 from errbar.commands.models import model_of
@@ -19,6 +21,8 @@ from errbar.commands.source import HELD_OUT, TRAINING, DataRequest, Source, clas
 from errbar.commands.writers import require_new
 from errbar.data import Batch
 from errbar.errors import ArgumentError
+from errbar.network import Network
+from errbar.saved_task import checked_classes
 
 # Inputs by which update and forget tell how much the error bars changed.
 _COMPARED = 256
@@ -36,7 +40,7 @@ def fit(
         list[str] | None,
         typer.Option("--parameters", metavar="NAME", help="A module or parameter; all; trainable. Can be repeated."),
     ] = None,
-    prior: options.PriorText = "1.0",
+    prior: options.PriorText = options.DEFAULT_PRIOR,
     weight_decay: Annotated[
         float | None, typer.Option("--weight-decay", help="Of the training: a prior of this times the samples.")
     ] = None,
@@ -66,12 +70,14 @@ def fit(
         def prepared() -> tuple[Any, Source]:
             if (last_layers is None) == (parameters is None):
                 raise ArgumentError("Expected either --last-layers, for example 2, or --parameters, for example all.")
-            require_prior(prior)
+            require_prior(prior, weight_decay)
             if here.team.leads:
                 require_new(output, force)
             names = class_names(class_names_)
             source = DataRequest(data, batch_size, transform, image_size).open(TRAINING, names)
-            return model_of(model, weights, here.device), source
+            network = model_of(model, weights, here.device)
+            _require_class_names(network, source)
+            return network, source
 
         network, source = here.together(prepared)
         # One name alone may be "all" or "trainable".
@@ -196,7 +202,7 @@ def merge(
         typer.Option("--model", metavar="PACKAGE.MODULE:CALLABLE", help="Its model, to make a posterior at once."),
     ] = None,
     weights: options.Weights = None,
-    prior: options.PriorText = "1.0",
+    prior: options.PriorText = options.DEFAULT_PRIOR,
     device: options.Device = "auto",
     force: options.Force = False,
     as_json: options.Json = False,
@@ -224,6 +230,17 @@ def merge(
                 "bytes": output.stat().st_size,
             }
         )
+
+
+def _require_class_names(model: nn.Module, source: Source) -> None:
+    """Refuse names that are not as many as the outputs of the model, before all data are read."""
+    batch = next(iter(first_inputs(source.loader(), 1)), None) if source.classes is not None else None
+    if batch is not None:
+        network = Network(model)
+        checks = Checks(network.device)
+        outputs = network.logits(network.prepare(batch, checks)).shape[1]
+        checks.finish()
+        checked_classes(source.classes, outputs)
 
 
 def _opened(

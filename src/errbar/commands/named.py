@@ -29,6 +29,11 @@ def named(where: str, what: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"The {what} {where!r} cannot be imported: {error}.") from error
+    except SystemExit as error:
+        raise ArgumentError(
+            f"The {what} {where!r} cannot be imported: its module is a program that ended with {error.code!r}. "
+            "Expected what runs to stand under if __name__ == '__main__'."
+        ) from error
     except Exception as error:
         raise ArgumentError(
             f"The {what} {where!r} cannot be imported: its module raised {told_with_place(error)}. Expected a module "
@@ -45,7 +50,7 @@ def called(function: Callable[[], Any], where: str, what: str) -> Any:
         return function()
     except ErrbarError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ArgumentError(
             f"The {what} {where!r} raised {told_with_place(error)}. Expected a callable that needs no arguments."
         ) from error
@@ -61,7 +66,7 @@ def extra(module: str, purpose: str, package: str, name: str) -> Any:
         ) from missing
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """The type and the first line of what went wrong, without a full stop."""
     lines = str(error).strip().splitlines()
     if _IN_WORKER in str(error):
@@ -69,13 +74,13 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
-def told_with_place(error: Exception) -> str:
+def told_with_place(error: BaseException) -> str:
     """What went wrong, and in which line of the user's code."""
     place = place_in_user_code(error)
     return told(error) if place is None else f"{told(error)} (in {place})"
 
 
-def place_in_user_code(error: Exception) -> str | None:
+def place_in_user_code(error: BaseException) -> str | None:
     """The last line on the way to an error that is neither of errbar nor of an installed library, if there is one."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     known = [Path(place).resolve() for place in installed] + [Path(__file__).resolve().parents[1]]

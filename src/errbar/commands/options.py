@@ -12,6 +12,8 @@ from errbar.commands.choices import FisherChoice, PrecisionChoice
 _CALLABLE = "PACKAGE.MODULE:CALLABLE"
 _DATA = "An .npz or .parquet file, a folder of pictures, or package.module:callable; file.npz:test for x_test, y_test."
 
+DEFAULT_PRIOR = "1.0"
+
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="package.module:callable that returns the model, also in this folder.")
 ]

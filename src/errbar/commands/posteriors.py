@@ -11,6 +11,7 @@ import torch
 
 import errbar
 from errbar.commands.models import model_of
+from errbar.commands.options import DEFAULT_PRIOR
 from errbar.errors import ArgumentError, MismatchError
 
 
@@ -49,8 +50,12 @@ def prior_of(text: str, weight_decay: float | None, information: errbar.Informat
     return errbar.Prior(_precision(text))
 
 
-def require_prior(text: str) -> None:
+def require_prior(text: str, weight_decay: float | None = None) -> None:
     """Refuse a prior that cannot be meant, before the data are read."""
+    if weight_decay is not None:
+        if text != DEFAULT_PRIOR:
+            raise ArgumentError(f"There are --prior {text} and --weight-decay {weight_decay:g}; expected one of them.")
+        errbar.Prior.from_weight_decay(weight_decay, 1)
     if text != "evidence":
         errbar.Prior(_precision(text))
 

@@ -12,10 +12,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 from rich import box
@@ -40,6 +40,7 @@ class Session:
     progress: bool
     device: torch.device
     team: Team
+    out: TextIO
     notices: list[str] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
 
@@ -58,11 +59,11 @@ class Session:
         if self.as_json:
             seconds = round(time.monotonic() - self.start, 3)
             whole = {"command": self.command, **facts, "seconds": seconds, "notices": self.notices}
-            sys.stdout.write(json.dumps(plain(whole), ensure_ascii=False, allow_nan=False) + "\n")
+            self.out.write(json.dumps(plain(whole), ensure_ascii=False, allow_nan=False) + "\n")
         elif isinstance(printed, str):
-            sys.stdout.write(printed + "\n")
+            self.out.write(printed + "\n")
         else:
-            Console(highlight=False).print(facts_table(facts) if printed is None else printed)
+            Console(file=self.out, highlight=False).print(facts_table(facts) if printed is None else printed)
 
     def notice(self, text: str) -> None:
         """Something that the user should know and that stops nothing."""
@@ -77,14 +78,17 @@ def session(
 ) -> Iterator[Session]:
     """Begin a command; `ranks` says whether several processes can share its work."""
     where = device_of(device)
-    with job_of_torchrun(where), warnings.catch_warnings():
+    out = sys.stdout
+    # What the user's code prints on the way is no part of the answer.
+    aside = redirect_stdout(sys.stderr) if as_json else nullcontext()
+    with job_of_torchrun(where), warnings.catch_warnings(), aside:
         team = team_of()
         if not team.is_alone and not ranks:
             raise ArgumentError(
                 f"errbar {command} was started {team.size} times by torchrun; expected one process. fit, calibrate, "
                 "update and forget share their work, this does not."
             )
-        made = Session(command, as_json, progress and not as_json, where, team)
+        made = Session(command, as_json, progress and not as_json, where, team, out)
         # Warnings of the library are for the user, deprecations in what it depends on are not.
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)

@@ -71,9 +71,17 @@ class Recorded:
     def __iter__(self) -> Iterator[Any]:
         for value in self.loader:
             batch = to_batch(value)
-            labels = [None] * len(batch) if batch.labels is None else torch.as_tensor(batch.labels).tolist()
-            self.labels += labels
+            self.labels += [None] * len(batch) if batch.labels is None else _flat(batch.labels)
             yield value
+
+
+def _flat(labels: Any) -> list[Any]:
+    """Labels one by one; those of two classes may be a column. What they should be is checked where they are used."""
+    try:
+        flat: list[Any] = torch.as_tensor(labels).reshape(-1).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        return list(labels) if isinstance(labels, Sequence) else [labels]
+    return flat
 
 
 @dataclass(frozen=True)
