@@ -125,7 +125,7 @@ ORDER = [
     "workload",
     "costs",
     "survey",
-    "choice",
+    "structure_choice",
     "structures",
     "reduction",
     "task",

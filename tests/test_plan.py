@@ -36,7 +36,7 @@ def head(*widths: int) -> nn.Sequential:
 def only(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Let the machine have so many bytes."""
     monkeypatch.setattr("errbar.memory.available_bytes", lambda device: size)
-    monkeypatch.setattr("errbar.choice.available_bytes", lambda device: size)
+    monkeypatch.setattr("errbar.structure_choice.available_bytes", lambda device: size)
     monkeypatch.setattr("errbar.structures.available_bytes", lambda device: size)
 
 

@@ -136,7 +136,7 @@ def application() -> "typer.Typer":
         seeds: Annotated[int | None, typer.Option(help="Number of runs; by default 5, or 3 for larger data.")] = None,
         only: Annotated[
             int | None,
-            typer.Option(metavar="SEED", help="One run alone, to spread them; finished ones are put together."),
+            typer.Option(min=0, metavar="SEED", help="One run alone, to spread them; finished ones are put together."),
         ] = None,
         quick: Annotated[bool, typer.Option("--quick", help="A small subset: the whole pipeline in a minute.")] = False,
         device: Annotated[str, typer.Option(help="Where to compute, for example cuda.")] = "cpu",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from errbar.checks import Checks, whole_number
-from errbar.choice import PREFERENCE
 from errbar.costs import cost
 from errbar.data import Batch, Unpack, to_batch
 from errbar.errors import ArgumentError
@@ -26,6 +25,7 @@ from errbar.memory import readable, usable_bytes
 from errbar.modes import plain_execution
 from errbar.network import Network
 from errbar.prediction import require_samples
+from errbar.structure_choice import PREFERENCE
 from errbar.structures import DEFAULT_RANK
 from errbar.survey import Survey, survey
 from errbar.task import product_dtype

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from errbar.block import BlockAccumulator, BlockFactor, BlockSum
 from errbar.checks import Checks
-from errbar.choice import PREFERENCE, Request
 from errbar.data import Batch
 from errbar.dense import DenseAccumulator, DenseFactor, DenseSum, weighted_rows
 from errbar.derivative import Derivative, Route, differentiate
@@ -41,6 +40,7 @@ from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled
 from errbar.memory import available_bytes, readable
 from errbar.network import Network, require_finite_logits
 from errbar.per_class import PerClassAccumulator, PerClassFactor, PerClassSum
+from errbar.structure_choice import PREFERENCE, Request
 from errbar.workload import Structure
 
 STRUCTURES = PREFERENCE
