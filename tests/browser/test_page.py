@@ -6,15 +6,15 @@ import base64
 import io
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from torch import Tensor
 
 import errbar
@@ -25,31 +25,8 @@ from serving import Running, member, service
 
 pytestmark = pytest.mark.browser
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-OPTIONS += ["--disable-component-update", "--disable-sync"]
 THREE = [(80, 70), (140, 45), (195, 80), (150, 130), (195, 180), (145, 225), (80, 200)]
 SEVEN = [(70, 60), (205, 60), (120, 230)]
-
-
-def chromium() -> str:
-    found = os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.fail(
-            "There is no chromium; the tests of the page need one. On Debian and Ubuntu: apt-get install chromium. "
-            "Elsewhere install Chrome, or set CHROMIUM to the program.",
-            pytrace=False,
-        )
-    return found
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    program = chromium()
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program, args=OPTIONS)
-        yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="session")
@@ -415,3 +392,11 @@ def test_nothing_overflows_on_any_screen(browser: Browser, running: Running, wid
         ground = picture.getpixel((3, 3))
         assert isinstance(ground, int)
         assert (ground > 200) == (scheme == "light")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(browser: Browser, running: Running, scheme: str) -> None:
+    with opened(browser, running.url, color_scheme=scheme) as page:
+        draw(page, SEVEN)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()

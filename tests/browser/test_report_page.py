@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser
 from torch import nn
 
 import errbar
 from errbar import report
 
 pytestmark = pytest.mark.browser
-
-playwright = pytest.importorskip("playwright.sync_api")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 SIZES = {"desktop": (1200, 900), "telephone": (360, 740)}
 
@@ -47,20 +43,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        # A chromium of the system where there is one, else that of `playwright install chromium`.
-        opened = started.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield opened
-        opened.close()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_report_is_accessible_and_fits(size: str, scheme: str, address: str, browser: Any) -> None:
+def test_the_report_is_accessible_and_fits(size: str, scheme: str, address: str, browser: Browser) -> None:
     width, height = SIZES[size]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()
@@ -71,13 +56,13 @@ def test_the_report_is_accessible_and_fits(size: str, scheme: str, address: str,
     page.goto(address)
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     assert said == []
-    found = axe.Axe().run(page)
+    found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     context.close()
 
 
-def test_the_report_prints_on_few_pages(address: str, browser: Any) -> None:
+def test_the_report_prints_on_few_pages(address: str, browser: Browser) -> None:
     page = browser.new_page()
     page.goto(address)
     data = page.pdf(prefer_css_page_size=True)
