@@ -181,6 +181,7 @@ ORDER = [
     "experiments.peers",
     "experiments.evaluation",
     "experiments.sequences",
+    "experiments.runs",
     "experiments.structures",
     "experiments.cleaning",
     "experiments.coverage",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from errbar import metrics
 from errbar.cli import application
 from errbar.errors import ArgumentError
-from errbar.experiments import evaluation, problems, reproduce, shifts, store, tables
+from errbar.experiments import evaluation, problems, reproduce, runs, shifts, store, tables
 from errbar.experiments.methods import Method, Outcome
 from errbar.experiments.problem import Samples, halves
 
@@ -79,9 +79,37 @@ def test_an_interrupted_experiment_trains_nothing_twice(
         raise AssertionError("a network was trained again")
 
     monkeypatch.setattr(reproduce, "train", forbidden)
-    again = reproduce.reproduce(reproduce.Options("digits", output=output, quick=True, progress=False))
+    again = reproduce.reproduce(runs.Options("digits", output=output, quick=True, progress=False))
     first, second = (r["runs"][1]["scores"]["ensemble"]["nll"] for r in (result, again))
     assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) -> None:
+    options = runs.Options("digits", output=tmp_path)
+    description = {"experiment": "digits", "quick": False, "settings": {"members": 10}}
+    computed: list[str] = []
+
+    def run(parts: runs.Parts, *, fails: bool) -> dict[str, Any]:
+        def part(name: str) -> float:
+            if fails and name == "second":
+                raise KeyboardInterrupt
+            computed.append(name)
+            return 1 / 3
+
+        return {"seed": 0, **{name: parts(name, lambda name=name: part(name)) for name in ("first", "second")}}
+
+    with pytest.raises(KeyboardInterrupt, match=""):
+        runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
+    assert runs.finished_runs(options, description) == []
+    runs.kept_run(options, description, 0, lambda parts: run(parts, fails=False))
+    assert computed == ["first", "second"]
+    assert runs.finished_runs(options, description) == [{"seed": 0, "first": 0.333333, "second": 0.333333}]
+    runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
+    other = {**description, "settings": {"members": 11}}
+    with pytest.raises(KeyboardInterrupt, match=""):
+        runs.kept_run(options, other, 0, lambda parts: run(parts, fails=True))
+    assert computed == ["first", "second", "first"]
+    assert [path.suffix for path in (tmp_path / "runs").iterdir() if path.suffix != ".json"] == [".parts"]
 
 
 def test_every_table_can_be_made_and_filled_in(result: dict[str, Any]) -> None:
@@ -113,7 +141,7 @@ def test_an_unknown_experiment_and_missing_data_are_said_in_a_sentence(tmp_path:
     with pytest.raises(ArgumentError, match="needs its data: give the folder"):
         problems.build("mnist", None, quick=True, device=torch.device("cpu"))
     with pytest.raises(ArgumentError, match="seeds is 0"):
-        reproduce.Options("digits", seeds=0).count()
+        runs.Options("digits", seeds=0).count()
 
 
 def test_validation_and_test_halves_share_nothing() -> None:

@@ -13,7 +13,8 @@ from rich.table import Table as Printed
 
 from errbar.experiments import figures, tables
 from errbar.experiments.pretrained import DEPTHS, pretrained
-from errbar.experiments.reproduce import Options, reproduce
+from errbar.experiments.reproduce import reproduce
+from errbar.experiments.runs import Options
 
 _SHOWN = (
     "scores",

@@ -19,8 +19,8 @@ from errbar.experiments import datasets, methods, structures
 from errbar.experiments.evaluation import evaluate
 from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
-from errbar.experiments.reproduce import Options, described, finished_runs, kept_run, save
 from errbar.experiments.resnet import cifar_resnet, load_pretrained, normalise
+from errbar.experiments.runs import Options, Parts, described, finished_runs, kept_run, save
 from errbar.experiments.shifts import BLUR, CONTRAST, NOISE
 
 DEPTHS = {"resnet20": 20, "resnet32": 32}
@@ -72,14 +72,20 @@ def pretrained(options: Options) -> dict[str, Any]:
             whole_network_samples=50 if options.quick else 10_000,
         )
 
-    def compute(seed: int) -> dict[str, Any]:
+    def compare(seed: int, title: str) -> dict[str, Any]:
         compared = _methods(network, problem(seed))
-        title = f"Half {seed + 1} of {options.count()}"
-        run = evaluate(compared, problem(seed), title=title, progress=options.progress)
-        run["structures"] = structures.study(network, problem(seed), heads=(1,), title=title, progress=options.progress)
+        found = evaluate(compared, problem(seed), title=title, progress=options.progress)
         if seed > 0:
-            del run["roc"]
-        return {"seed": seed, "methods": {key: method.name for key, method in compared.items()}, **run}
+            del found["roc"]
+        return {"methods": {key: method.name for key, method in compared.items()}, **found}
+
+    def compute(seed: int, parts: Parts) -> dict[str, Any]:
+        title = f"Half {seed + 1} of {options.count()}"
+        run = {"seed": seed, **parts("comparison", lambda: compare(seed, title))}
+        run["structures"] = structures.study(
+            network, problem(seed), parts, heads=(1,), title=title, progress=options.progress
+        )
+        return run
 
     description = described(options, problem(0))
     for seed in range(options.count()) if options.only is None else [options.only]:

@@ -1,15 +1,13 @@
 """`errbar reproduce`: train, compare, fuse, clean, draw; a result file from which tables and figures follow.
 
-Each run (seed) trains its own networks, which are kept: an interrupted experiment goes on where it was.
+Each run (seed) trains its own networks. They are kept, and so is each part of a run: an interrupted experiment goes on
+where it was.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,45 +18,19 @@ from torch import Tensor, nn
 import errbar
 from errbar import metrics
 from errbar._progress import track
-from errbar.errors import ArgumentError
 from errbar.experiments import cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
 from errbar.experiments.problem import Problem, Samples
 from errbar.experiments.problems import Experiment, build
+from errbar.experiments.runs import Options, Parts, described, finished_runs, kept_run, save
 from errbar.experiments.store import kept
 from errbar.experiments.training import train
 from errbar.experiments.views import views
 
-SEEDS = {"mnist": 5, "cifar10": 3, "gtsrb": 3, "digits": 5}
 _SCALES = tuple(10 ** (exponent / 4) for exponent in range(-12, 13))
 # Seeds of members, of the network with dropout and of further networks, far enough apart to share none.
 _RUN, _DROPOUT, _OTHER = 1000, 900, 950
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    name: str
-    data: Path | None = None
-    output: Path = Path("reproduce-output")
-    seeds: int | None = None
-    quick: bool = False
-    device: str = "cpu"
-    progress: bool = True
-    only: int | None = None
-
-    def count(self) -> int:
-        default = SEEDS.get(self.name, 3)
-        count = self.seeds if self.seeds is not None else (2 if self.name == "digits" else 1) if self.quick else default
-        if count < 1:
-            raise ArgumentError(f"seeds is {count}; expected a number of runs of one or more.")
-        return count
-
-    @property
-    def stem(self) -> str:
-        return f"{self.name}-quick" if self.quick else self.name
 
 
 def reproduce(options: Options) -> dict[str, Any]:
@@ -82,59 +54,32 @@ def reproduce(options: Options) -> dict[str, Any]:
     return result
 
 
-def kept_run(options: Options, description: dict[str, Any], seed: int, compute: Callable[[], dict[str, Any]]) -> None:
-    """Compute a run and keep it, unless one of the same description is kept already."""
-    path = options.output / "runs" / f"{options.stem}-{seed}.json"
-    if path.exists() and json.loads(path.read_text(encoding="utf-8"))["of"] == _identity(description):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(rounded({"of": _identity(description), **compute()}), separators=(",", ":"))
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
-def finished_runs(options: Options, description: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs that are kept, in the order of their seeds."""
-    paths = (options.output / "runs").glob(f"{options.stem}-*.json")
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    same = [run for run in found if run.pop("of") == _identity(description)]
-    return sorted(same, key=lambda run: int(run["seed"]))
-
-
-def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    """What has to be equal for runs to be of one experiment."""
-    identity: dict[str, Any] = rounded({key: description[key] for key in ("experiment", "quick", "settings")})
-    return identity
-
-
-def described(options: Options, problem: Problem) -> dict[str, Any]:
-    """What a result is of: settings, versions, machine."""
-    return {
-        "experiment": options.name,
-        "quick": options.quick,
-        "class_names": list(problem.class_names),
-        "settings": {
-            "recipe": asdict(problem.recipe),
-            "members": problem.members,
-            "dropout_samples": problem.dropout_samples,
-            "sizes": [len(part.y) for part in (problem.train, problem.validation, problem.test)],
-            "samples": 1000,
-        },
-        "versions": {"errbar": errbar.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
-    }
-
-
-def save(result: dict[str, Any], options: Options) -> None:
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(rounded(result), separators=(",", ":"))
-    (options.output / f"{options.stem}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: bool) -> dict[str, Any]:
+def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: bool, parts: Parts) -> dict[str, Any]:
     """Everything that one seed gives; the first also pictures and curves."""
     problem, title = experiment.problem, f"Run {seed + 1} of {count}"
+    base = seed * _RUN
+    run = {"seed": seed, **parts("comparison", lambda: _compare(problem, folder, seed, title, progress))}
+    network, _ = trained(problem, problem.train, folder, base)
+    paper = errbar.fit(network, batched(problem.train), last_layers=2, fisher="eta", prior=_decay(problem))
+    posterior = main_posterior(network, problem, problem.train)
+    run["scale_curve"] = parts("scale curve", lambda: scale_curve(paper, problem))
+    run["linearisation"] = parts(
+        "linearisation", lambda: coverage.linearisation(posterior, problem.test.x[:200], samples=1000)
+    )
+    run["fusion"] = parts("fusion", lambda: fusion(experiment, posterior, folder, base, progress=progress))
+    if experiment.foreign is not None:
+        run["cleaning"] = parts("cleaning", lambda: clean(experiment, folder, base, progress=progress))
+    if seed == 0:
+        run["illustration"] = parts("illustration", lambda: illustration(posterior, problem))
+        run["strip"] = parts("strip", lambda: strip(experiment, posterior))
+    if problem.outliers:
+        # Last: the information about a whole network takes longer than everything else together.
+        run["structures"] = structures.study(network, problem, parts, title=title, progress=progress)
+    return run
+
+
+def _compare(problem: Problem, folder: Path, seed: int, title: str, progress: bool) -> dict[str, Any]:
+    """All methods on the same data."""
     base = seed * _RUN
     members, seconds = [], []
     for number in track(range(problem.members), f"{title}: training the ensemble", enabled=progress):
@@ -150,34 +95,21 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
         "dropout": methods.dropout(with_dropout, problem.dropout_samples, seed, dropout_seconds),
         "temperature_nll": methods.tempered("temp. scaling, T by NLL", network, problem, "nll", one),
     }
-    fitting = methods.posteriors(network, problem, one)
-    run: dict[str, Any] = {"seed": seed}
+    found: dict[str, Any] = {}
     if peers.available():
         try:
             compared.update(peers.laplace_methods(network, problem, one))
         except Exception as error:  # whatever a peer cannot do is reported, and must not stop the rest
-            run["peers_failed"] = f"{type(error).__name__}: {error}"
+            found["peers_failed"] = f"{type(error).__name__}: {error}"
+    fitting = methods.posteriors(network, problem, one)
     compared.update(track(fitting, f"{title}: fitting posteriors", total=9, enabled=progress))
     order = ["standard", "temperature", "ensemble", "dropout", "proposed", "proposed_tc"]
     compared = {key: compared[key] for key in [*order, *(key for key in compared if key not in order)]}
-    run["methods"] = {key: method.name for key, method in compared.items()}
-    run.update(evaluate(compared, problem, title=title, progress=progress))
-    paper, posterior = (compared[key].posterior for key in ("proposed", "both"))
-    assert paper is not None
-    assert posterior is not None
-    if problem.outliers:
-        run["structures"] = structures.study(network, problem, title=title, progress=progress)
-    run["scale_curve"] = scale_curve(paper, problem)
-    run["linearisation"] = coverage.linearisation(posterior, problem.test.x[:200], samples=1000)
-    run["fusion"] = fusion(experiment, posterior, folder, base, progress=progress)
-    if experiment.foreign is not None:
-        run["cleaning"] = clean(experiment, folder, base, progress=progress)
-    if seed == 0:
-        run["illustration"] = illustration(posterior, problem)
-        run["strip"] = strip(experiment, posterior)
-    else:
-        del run["roc"]
-    return run
+    found["methods"] = {key: method.name for key, method in compared.items()}
+    found.update(evaluate(compared, problem, title=title, progress=progress))
+    if seed > 0:
+        del found["roc"]
+    return found
 
 
 def _decay(problem: Problem) -> errbar.Prior:
@@ -332,14 +264,3 @@ def _combine_sequences(result: dict[str, Any]) -> None:
         for method, of_method in runs[0]["methods"].items()
     }
     result.setdefault("fusion", {})["sequences"] = {"frames": list(range(1, runs[0]["frames"] + 1)), "methods": mean}
-
-
-def rounded(value: Any) -> Any:
-    """Six significant digits are more than any of this is worth."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if value == value else None
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [rounded(item) for item in value]
-    return value

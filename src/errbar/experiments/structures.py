@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from errbar import metrics
 from errbar._progress import track
 from errbar.experiments.methods import batched, calibrated, of_posterior
 from errbar.experiments.problem import Problem
+from errbar.experiments.runs import Parts
 
 # A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`.
 _KRON_PARAMETERS = 1_000_000
@@ -51,11 +53,17 @@ def choices(network: nn.Module, heads: tuple[int, ...]) -> Iterator[Choice]:
 
 
 def study(
-    network: nn.Module, problem: Problem, heads: tuple[int, ...] = (1, 2), *, title: str = "", progress: bool = False
+    network: nn.Module,
+    problem: Problem,
+    parts: Parts,
+    heads: tuple[int, ...] = (1, 2),
+    *,
+    title: str = "",
+    progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Scores on the test data, AUROC against the outliers, and cost, of each choice."""
-    wanted = list(choices(network, heads))
-    return [_one(network, problem, c) for c in track(wanted, f"{title}: structures", enabled=progress)]
+    wanted = track(list(choices(network, heads)), f"{title}: structures", enabled=progress)
+    return [parts(f"structure: {choice.name}", partial(_one, network, problem, choice)) for choice in wanted]
 
 
 def _one(network: nn.Module, problem: Problem, choice: Choice) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""The runs of an experiment on disk: each one kept when it is done, and while it is under way part by part."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import errbar
+from errbar.errors import ArgumentError
+from errbar.experiments.problem import Problem
+
+SEEDS = {"mnist": 5, "cifar10": 3, "gtsrb": 3, "digits": 5}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    name: str
+    data: Path | None = None
+    output: Path = Path("reproduce-output")
+    seeds: int | None = None
+    quick: bool = False
+    device: str = "cpu"
+    progress: bool = True
+    only: int | None = None
+
+    def count(self) -> int:
+        default = SEEDS.get(self.name, 3)
+        count = self.seeds if self.seeds is not None else (2 if self.name == "digits" else 1) if self.quick else default
+        if count < 1:
+            raise ArgumentError(f"seeds is {count}; expected a number of runs of one or more.")
+        return count
+
+    @property
+    def stem(self) -> str:
+        return f"{self.name}-quick" if self.quick else self.name
+
+
+class Parts:
+    """The parts of one run, by name: each kept in a file once it is computed, so that none is computed twice."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self._path, self._identity = path, identity
+        self._done: dict[str, Any] = {}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["of"] == identity:
+                self._done = found["parts"]
+
+    def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
+        if name not in self._done:
+            self._done[name] = rounded(compute())
+            write(self._path, {"of": self._identity, "parts": self._done})
+        return self._done[name]
+
+
+def kept_run(
+    options: Options, description: dict[str, Any], seed: int, compute: Callable[[Parts], dict[str, Any]]
+) -> None:
+    """Compute a run and keep it, unless one of the same description is kept already.
+
+    Of a run that was interrupted only the parts that are missing are computed.
+    """
+    path = options.output / "runs" / f"{options.stem}-{seed}.json"
+    identity = _identity(description)
+    if path.exists() and json.loads(path.read_text(encoding="utf-8"))["of"] == identity:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".parts")
+    write(path, {"of": identity, **compute(Parts(unfinished, identity))})
+    unfinished.unlink(missing_ok=True)
+
+
+def finished_runs(options: Options, description: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs that are kept, in the order of their seeds."""
+    paths = (options.output / "runs").glob(f"{options.stem}-*.json")
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    same = [run for run in found if run.pop("of") == _identity(description)]
+    return sorted(same, key=lambda run: int(run["seed"]))
+
+
+def _identity(description: dict[str, Any]) -> dict[str, Any]:
+    """What has to be equal for runs to be of one experiment."""
+    identity: dict[str, Any] = rounded({key: description[key] for key in ("experiment", "quick", "settings")})
+    return identity
+
+
+def described(options: Options, problem: Problem) -> dict[str, Any]:
+    """What a result is of: settings, versions, machine."""
+    return {
+        "experiment": options.name,
+        "quick": options.quick,
+        "class_names": list(problem.class_names),
+        "settings": {
+            "recipe": asdict(problem.recipe),
+            "members": problem.members,
+            "dropout_samples": problem.dropout_samples,
+            "sizes": [len(part.y) for part in (problem.train, problem.validation, problem.test)],
+            "samples": 1000,
+        },
+        "versions": {"errbar": errbar.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
+    }
+
+
+def save(result: dict[str, Any], options: Options) -> None:
+    options.output.mkdir(parents=True, exist_ok=True)
+    write(options.output / f"{options.stem}.json", result)
+
+
+def write(path: Path, value: Any) -> None:
+    """Written beside and then renamed: a file with this name is always whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(rounded(value), separators=(",", ":")) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def rounded(value: Any) -> Any:
+    """Six significant digits are more than any of this is worth."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if value == value else None
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [rounded(item) for item in value]
+    return value
