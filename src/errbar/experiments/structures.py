@@ -22,8 +22,10 @@ from errbar.experiments.methods import batched, calibrated, of_posterior
 from errbar.experiments.problem import Problem
 from errbar.experiments.runs import Parts
 
-# A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`.
-_KRON_PARAMETERS = 1_000_000
+# A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`. The
+# other structures take long as well for all of such a network: fewer outliers are looked at.
+_LARGE = 1_000_000
+_FEW_OUTLIERS = 2500
 _WHOLE = {"parameters": "all"}
 
 
@@ -48,7 +50,7 @@ def choices(network: nn.Module, heads: tuple[int, ...]) -> Iterator[Choice]:
             yield Choice(f"{layers}, {structure}", structure, {"last_layers": count})
     size = sum(parameter.numel() for parameter in network.parameters())
     for structure in ("lowrank", "kron", "diag"):
-        if structure != "kron" or size <= _KRON_PARAMETERS:
+        if structure != "kron" or size <= _LARGE:
             yield Choice(f"whole network, {structure}", structure, _WHOLE)
 
 
@@ -85,8 +87,9 @@ def _one(network: nn.Module, problem: Problem, choice: Choice) -> dict[str, Any]
     inside, labels = outcome.outlier_scores(), problem.test.y
     predicting = time.perf_counter() - start
     areas: dict[str, dict[str, float]] = {}
+    few = _FEW_OUTLIERS if information.n_parameters > _LARGE else None
     for name, foreign in problem.outliers.items():
-        for score, outside in method(foreign).outlier_scores().items():
+        for score, outside in method(foreign[:few]).outlier_scores().items():
             values = torch.cat([inside[score], outside]).cpu()
             positive = torch.arange(len(values)) >= len(labels)
             areas.setdefault(name, {})[score] = metrics.auroc(values, positive)
