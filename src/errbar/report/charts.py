@@ -80,7 +80,7 @@ def risk_coverage(variants: Sequence[Variant]) -> Markup:
     highest = max(max(variant.risk_coverage.y) for variant in variants)
     made = frame((0, 1), (0, highest * 1.05 or 1.0), _WIDE)
     lines = [_line(made, variant.risk_coverage, place) for place, variant in enumerate(variants)]
-    areas = ", ".join(f"{variant.name} {significant(variant.aurc)}" for variant in variants)
+    areas = ", ".join(f"{variant.name} {fixed(variant.aurc, 4)}" for variant in variants)
     axes = made.axes("coverage", "errors among these (%)", percent=True)
     return chart(_WIDE, f"Risk against coverage. Areas under the curves: {areas}.", lines, axes)
 

@@ -186,7 +186,7 @@ def _coverage(report: Report) -> list[Child]:
         f"Who accepts only the most confident 90\u202f% of the answers ({final.name}) has {percent(curve.y[at])} "
         f"errors among them, instead of {percent(1 - final.accuracy.value)} among all."
     )
-    names = [f"{variant.name}, AURC {significant(variant.aurc)}" for variant in report.variants]
+    names = [f"{variant.name}, AURC {fixed(variant.aurc, 4)}" for variant in report.variants]
     drawing = element("div", charts.risk_coverage(report.variants), class_="panel")
     caption = "The share of errors among the most confident inputs, against the share of all inputs that these are."
     return [element("p", said), _figure("Risk and coverage.", caption, drawing, key=charts.key(names))]
