@@ -92,13 +92,13 @@ def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) 
     def run(parts: runs.Parts, *, fails: bool) -> dict[str, Any]:
         def part(name: str) -> float:
             if fails and name == "second":
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("stopped")
             computed.append(name)
             return 1 / 3
 
         return {"seed": 0, **{name: parts(name, lambda name=name: part(name)) for name in ("first", "second")}}
 
-    with pytest.raises(KeyboardInterrupt, match=""):
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
         runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
     assert runs.finished_runs(options, description) == []
     runs.kept_run(options, description, 0, lambda parts: run(parts, fails=False))
@@ -106,7 +106,7 @@ def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) 
     assert runs.finished_runs(options, description) == [{"seed": 0, "first": 0.333333, "second": 0.333333}]
     runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
     other = {**description, "settings": {"members": 11}}
-    with pytest.raises(KeyboardInterrupt, match=""):
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
         runs.kept_run(options, other, 0, lambda parts: run(parts, fails=True))
     assert computed == ["first", "second", "first"]
     assert [path.suffix for path in (tmp_path / "runs").iterdir() if path.suffix != ".json"] == [".parts"]
