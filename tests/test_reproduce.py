@@ -86,7 +86,7 @@ def test_an_interrupted_experiment_trains_nothing_twice(
 
 def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) -> None:
     options = runs.Options("digits", output=tmp_path)
-    description = {"experiment": "digits", "quick": False, "settings": {"members": 10}}
+    description = {"experiment": "digits", "quick": False, "settings": {"members": 10}, "versions": {}, "device": "a"}
     computed: list[str] = []
 
     def run(parts: runs.Parts, *, fails: bool) -> dict[str, Any]:
@@ -103,7 +103,8 @@ def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) 
     assert runs.finished_runs(options, description) == []
     runs.kept_run(options, description, 0, lambda parts: run(parts, fails=False))
     assert computed == ["first", "second"]
-    assert runs.finished_runs(options, description) == [{"seed": 0, "first": 0.333333, "second": 0.333333}]
+    expected = {"seed": 0, "first": 0.333333, "second": 0.333333, "versions": {}, "device": "a"}
+    assert runs.finished_runs(options, {**description, "device": "b"}) == [expected]
     runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
     other = {**description, "settings": {"members": 11}}
     with pytest.raises(KeyboardInterrupt, match="stopped"):

@@ -20,7 +20,7 @@ from errbar.experiments.evaluation import evaluate
 from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
 from errbar.experiments.resnet import cifar_resnet, load_pretrained, normalise
-from errbar.experiments.runs import Options, Parts, described, finished_runs, kept_run, save
+from errbar.experiments.runs import Options, Parts, assembled, described, kept_run, save
 from errbar.experiments.shifts import BLUR, CONTRAST, NOISE
 
 DEPTHS = {"resnet20": 20, "resnet32": 32}
@@ -90,10 +90,7 @@ def pretrained(options: Options) -> dict[str, Any]:
     description = described(options, problem(0))
     for seed in range(options.count()) if options.only is None else [options.only]:
         kept_run(options, description, seed, partial(compute, seed))
-    runs = finished_runs(options, description)
-    result = {**description, "methods": runs[0]["methods"], "runs": runs, "seconds": time.perf_counter() - start}
-    for run in runs:
-        del run["methods"]
+    result = {**assembled(options, description), "seconds": time.perf_counter() - start}
     save(result, options)
     return result
 

@@ -23,7 +23,7 @@ from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
 from errbar.experiments.problem import Problem, Samples
 from errbar.experiments.problems import Experiment, build
-from errbar.experiments.runs import Options, Parts, described, finished_runs, kept_run, save
+from errbar.experiments.runs import Options, Parts, assembled, described, kept_run, save
 from errbar.experiments.store import kept
 from errbar.experiments.training import train
 from errbar.experiments.views import views
@@ -42,10 +42,8 @@ def reproduce(options: Options) -> dict[str, Any]:
     for seed in range(count) if options.only is None else [options.only]:
         compute = partial(_run, experiment, options.output / "networks" / options.stem, seed, count, options.progress)
         kept_run(options, description, seed, compute)
-    runs = finished_runs(options, description)
-    result = {**description, "methods": runs[0]["methods"], "runs": runs}
-    for run in runs:
-        del run["methods"]
+    result = assembled(options, description)
+    for run in result["runs"]:
         if "illustration" in run:
             result["illustration"], result["fusion"] = run.pop("illustration"), {"strip": run.pop("strip")}
     _combine_sequences(result)

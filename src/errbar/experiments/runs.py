@@ -74,7 +74,8 @@ def kept_run(
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".parts")
-    write(path, {"of": identity, **compute(Parts(unfinished, identity))})
+    made_with = {key: description[key] for key in ("versions", "device")}
+    write(path, {"of": identity, **made_with, **compute(Parts(unfinished, identity))})
     unfinished.unlink(missing_ok=True)
 
 
@@ -84,6 +85,17 @@ def finished_runs(options: Options, description: dict[str, Any]) -> list[dict[st
     found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     same = [run for run in found if run.pop("of") == _identity(description)]
     return sorted(same, key=lambda run: int(run["seed"]))
+
+
+def assembled(options: Options, description: dict[str, Any]) -> dict[str, Any]:
+    """The kept runs as one result: versions and machine are those of the runs, wherever they are put together."""
+    runs = finished_runs(options, description)
+    result = {**description, "methods": runs[0]["methods"], "versions": runs[0]["versions"]}
+    result["device"] = " and ".join(sorted({run["device"] for run in runs}))
+    for run in runs:
+        for key in ("methods", "versions", "device"):
+            del run[key]
+    return {**result, "runs": runs}
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
