@@ -55,6 +55,7 @@ PREDICT = ["predict", "posterior.safetensors"]
 MISTAKES = {
     "no such model": (["fit", "nowhere:model", "data.npz", "--last-layers", "1"], "cannot be imported"),
     "no such callable": (["fit", "tiny_net:missing", "data.npz", "--last-layers", "1"], "has no attribute 'missing'"),
+    "a misspelt callable": (["fit", "tiny_net:Traind", "data.npz", "--last-layers", "1"], "Did you mean trained?"),
     "no callable at all": (["fit", "tiny_net", "data.npz", "--last-layers", "1"], "expected package.module:callable"),
     "a module that fails": (["fit", "broken_module:model", "data.npz", "--last-layers", "1"], "ZeroDivisionError"),
     "a module that is a program": (["fit", "program:model", "data.npz", "--last-layers", "1"], "program that ended"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 import sys
@@ -28,7 +29,9 @@ def named(where: str, what: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"The {what} {where!r} cannot be imported: {error}.") from error
+        similar = _similar(error)
+        hint = f" Did you mean {similar}?" if similar else ""
+        raise ArgumentError(f"The {what} {where!r} cannot be imported: {str(error).rstrip('.')}.{hint}") from error
     except SystemExit as error:
         raise ArgumentError(
             f"The {what} {where!r} cannot be imported: its module is a program that ended with {error.code!r}. "
@@ -40,6 +43,15 @@ def named(where: str, what: str) -> Any:
             "that can be imported without arguments."
         ) from error
     return found
+
+
+def _similar(error: ImportError | AttributeError) -> str | None:
+    """The name nearest to one that is missing, among those that are there."""
+    if not isinstance(error, AttributeError) or error.name is None:
+        return None
+    there = {name.lower(): name for name in dir(error.obj) if not name.startswith("_")}
+    found = difflib.get_close_matches(error.name.lower(), there, n=1)
+    return there[found[0]] if found else None
 
 
 def called(function: Callable[[], Any], where: str, what: str) -> Any:
