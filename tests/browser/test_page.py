@@ -268,13 +268,27 @@ def test_an_example_and_a_pasted_array(page: Page, known: Served) -> None:
     require_same(shown(page), known.posterior.predict(known.examples[7][0][None]))
 
 
-def test_a_picture_from_a_file(page: Page, known: Served, tmp_path: Path) -> None:
+DROPPED = """(content) => {
+    const bytes = Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], "one.png", { type: "image/png" }));
+    return transfer;
+}"""
+
+
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+def test_a_picture_from_a_file(page: Page, known: Served, tmp_path: Path, way: str) -> None:
     picture = Image.new("L", (90, 120), 230)
     picture.paste(20, (40, 20, 52, 100))
     picture.save(tmp_path / "one.png")
-    page.locator("#file").set_input_files(tmp_path / "one.png")
-    settled(page)
     content = base64.b64encode((tmp_path / "one.png").read_bytes()).decode()
+    if way == "chosen":
+        page.locator("#file").set_input_files(tmp_path / "one.png")
+    else:
+        transfer = page.evaluate_handle(DROPPED, content)
+        for event in ("dragenter", "dragover", "drop"):
+            page.dispatch_event("#drop", event, {"dataTransfer": transfer})
+    settled(page)
     assert known.pictures is not None
     truth = known.posterior.predict(known.pictures.read(content, 10**6)[None])
     require_same(shown(page), truth)
