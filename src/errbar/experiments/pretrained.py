@@ -21,9 +21,10 @@ from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
 from errbar.experiments.resnet import cifar_resnet, load_pretrained, normalise
 from errbar.experiments.runs import Options, Parts, assembled, described, kept_run, save
-from errbar.experiments.shifts import BLUR, CONTRAST, NOISE
+from errbar.experiments.shifts import BLUR, CONTRAST, NOISE, quick_shifts
 
 DEPTHS = {"resnet20": 20, "resnet32": 32}
+_SHIFTS = (NOISE, BLUR, CONTRAST)
 
 
 class _FromPixels(nn.Module):
@@ -51,7 +52,8 @@ def pretrained(options: Options) -> dict[str, Any]:
     device = torch.device(options.device)
     network = _FromPixels(load_pretrained(_weights(options.data, options.name))).to(device).eval()
     split = datasets.read_cifar10(options.data)
-    few = 500 if options.quick else None
+    few = 100 if options.quick else None
+    shifts = quick_shifts(_SHIFTS) if options.quick else _SHIFTS
     train, rest = (
         Samples(part.pixels()[:few].to(device), part.y[:few].to(device)) for part in (split.train, split.test)
     )
@@ -68,7 +70,7 @@ def pretrained(options: Options) -> dict[str, Any]:
             recipe=Recipe(epochs=200, batch_size=128, learning_rate=0.1),
             members=0,
             outliers={"SVHN": foreign},
-            shifts=(NOISE, BLUR, CONTRAST),
+            shifts=shifts,
             whole_network_samples=50 if options.quick else 10_000,
         )
 

@@ -14,7 +14,7 @@ from errbar.errors import ArgumentError, MissingExtraError
 from errbar.experiments import datasets
 from errbar.experiments.networks import Normalise, convolutional_network, paper_network
 from errbar.experiments.problem import PRIORS, Problem, Recipe, Samples, halves
-from errbar.experiments.shifts import BLUR, CONTRAST, NOISE, ROTATION, Shift
+from errbar.experiments.shifts import BLUR, CONTRAST, NOISE, ROTATION, quick_shifts
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 _CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -77,7 +77,7 @@ def cifar10(folder: Path, *, quick: bool, device: torch.device) -> Experiment:
         network=lambda dropout: nn.Sequential(
             Normalise(_CIFAR_MEAN, _CIFAR_STD), *convolutional_network(10, widths, dropout)
         ),
-        recipe=Recipe(epochs=10, batch_size=128, bfloat16_on_gpu=True),
+        recipe=Recipe(epochs=3 if quick else 10, batch_size=128, bfloat16_on_gpu=True),
         members=10,
         outliers={"SVHN": datasets.read_svhn(folder).pixels().to(device)},
         shifts=(NOISE, BLUR, CONTRAST),
@@ -120,7 +120,7 @@ def gtsrb(folder: Path, *, quick: bool, device: torch.device) -> Experiment:
             bfloat16_on_gpu=True,
         ),
         members=2 if quick else 5,
-        shifts=(Shift("noise", (0.0, 3.0), NOISE.apply),) if quick else (NOISE, BLUR, CONTRAST),
+        shifts=quick_shifts((NOISE,)) if quick else (NOISE, BLUR, CONTRAST),
         class_names=tuple(str(label) for label in range(43)),
         dropout_samples=5 if quick else 50,
         priors=_FEW_PRIORS if quick else PRIORS,
@@ -189,7 +189,7 @@ def _finished(problem: Problem, foreign: Tensor | None, quick: bool) -> Experime
         recipe=Recipe(epochs=problem.recipe.epochs, batch_size=problem.recipe.batch_size // 4 or 1, learning_rate=1e-3),
         members=2,
         outliers={name: x[:200] for name, x in problem.outliers.items()},
-        shifts=tuple(Shift(s.kind, (s.severities[0], s.severities[2]), s.apply) for s in problem.shifts),
+        shifts=quick_shifts(problem.shifts),
         class_names=problem.class_names,
         dropout_samples=5,
         priors=_FEW_PRIORS,

@@ -62,7 +62,7 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
     posterior = main_posterior(network, problem, problem.train)
     run["scale_curve"] = parts("scale curve", lambda: scale_curve(paper, problem))
     run["linearisation"] = parts(
-        "linearisation", lambda: coverage.linearisation(posterior, problem.test.x[:200], samples=1000)
+        "linearisation", lambda: coverage.linearisation(posterior, problem.test.x[:200], samples=_draws(problem))
     )
     run["fusion"] = parts("fusion", lambda: fusion(experiment, posterior, folder, base, progress=progress))
     if experiment.foreign is not None:
@@ -108,6 +108,11 @@ def _compare(problem: Problem, folder: Path, seed: int, title: str, progress: bo
     if seed > 0:
         del found["roc"]
     return found
+
+
+def _draws(problem: Problem) -> int:
+    """Networks drawn to check the linearisation: fewer where the test data are few as well, for a first look."""
+    return min(1000, len(problem.test.y))
 
 
 def _decay(problem: Problem) -> errbar.Prior:

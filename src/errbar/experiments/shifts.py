@@ -5,7 +5,7 @@ Severities 1 … 5 of noise, blur and contrast are those that are usual for CIFA
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,3 +62,8 @@ ROTATION = Shift("rotation", tuple(float(angle) for angle in range(0, 181, 15)),
 NOISE = Shift("noise", (0, 1, 2, 3, 4, 5), noisy)
 BLUR = Shift("blur", (0, 1, 2, 3, 4, 5), blurred)
 CONTRAST = Shift("contrast", (0, 1, 2, 3, 4, 5), faded)
+
+
+def quick_shifts(shifts: Sequence[Shift]) -> tuple[Shift, ...]:
+    """Two severities of each, for a first look."""
+    return tuple(Shift(shift.kind, (shift.severities[0], shift.severities[2]), shift.apply) for shift in shifts)
