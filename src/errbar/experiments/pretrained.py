@@ -85,7 +85,13 @@ def pretrained(options: Options) -> dict[str, Any]:
         title = f"Half {seed + 1} of {options.count()}"
         run = {"seed": seed, **parts("comparison", lambda: compare(seed, title))}
         run["structures"] = structures.study(
-            network, problem(seed), parts, heads=(1,), title=title, progress=options.progress
+            network,
+            problem(seed),
+            parts,
+            heads=(1,),
+            first_run=seed == 0,
+            title=title,
+            progress=options.progress,
         )
         return run
 

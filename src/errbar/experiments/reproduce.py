@@ -72,7 +72,9 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
         run["strip"] = parts("strip", lambda: strip(experiment, posterior))
     if problem.outliers:
         # Last: the information about a whole network takes longer than everything else together.
-        run["structures"] = structures.study(network, problem, parts, title=title, progress=progress)
+        run["structures"] = structures.study(
+            network, problem, parts, first_run=seed == 0, title=title, progress=progress
+        )
     return run
 
 

@@ -23,7 +23,8 @@ from errbar.experiments.problem import Problem
 from errbar.experiments.runs import Parts
 
 # A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`. The
-# other structures take long as well for all of such a network: fewer outliers are looked at.
+# other structures take long as well for all of such a network: fewer outliers are looked at, and `lowrank`, which takes
+# longer than everything else together, is studied in the first run alone.
 _LARGE = 1_000_000
 _FEW_OUTLIERS = 2500
 _WHOLE = {"parameters": "all"}
@@ -42,16 +43,16 @@ class Choice:
         return self.select == _WHOLE
 
 
-def choices(network: nn.Module, heads: tuple[int, ...]) -> Iterator[Choice]:
-    """`heads` are the numbers of last layers to look at; then the whole network."""
+def choices(network: nn.Module, heads: tuple[int, ...], *, first_run: bool = True) -> Iterator[Choice]:
+    """`heads` are the numbers of last layers to look at; then the whole network, the longest fit at the end."""
     for count in heads:
         layers = "last layer" if count == 1 else f"last {count} layers"
         for structure in ("dense", "kron", "diag") if count == 1 else ("dense", "block", "kron", "diag"):
             yield Choice(f"{layers}, {structure}", structure, {"last_layers": count})
-    size = sum(parameter.numel() for parameter in network.parameters())
-    for structure in ("lowrank", "kron", "diag"):
-        if structure != "kron" or size <= _LARGE:
-            yield Choice(f"whole network, {structure}", structure, _WHOLE)
+    is_large = sum(parameter.numel() for parameter in network.parameters()) > _LARGE
+    of_large = ("diag", "lowrank") if first_run else ("diag",)
+    for structure in of_large if is_large else ("diag", "kron", "lowrank"):
+        yield Choice(f"whole network, {structure}", structure, _WHOLE)
 
 
 def study(
@@ -60,11 +61,12 @@ def study(
     parts: Parts,
     heads: tuple[int, ...] = (1, 2),
     *,
+    first_run: bool,
     title: str = "",
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Scores on the test data, AUROC against the outliers, and cost, of each choice."""
-    wanted = track(list(choices(network, heads)), f"{title}: structures", enabled=progress)
+    wanted = track(list(choices(network, heads, first_run=first_run)), f"{title}: structures", enabled=progress)
     return [parts(f"structure: {choice.name}", partial(_one, network, problem, choice)) for choice in wanted]
 
 

@@ -248,8 +248,8 @@ def structure_table(result: Result) -> Table:
     runs = [run["structures"] for run in result["runs"]]
     foreign = list(runs[0][0]["auroc"])
     rows = []
-    for number, first in enumerate(runs[0]):
-        each = [run[number] for run in runs]
+    for first in runs[0]:
+        each = [one for run in runs for one in run if one["name"] == first["name"]]
         cells = [f"{first['parameters']:,}"]
         cells += [mean_and_deviation([100 * one["accuracy"] for one in each], ".2f")]
         cells += [
