@@ -262,7 +262,8 @@ def job_of_torchrun(device: torch.device) -> Iterator[None]:
         return
     by_nccl = device.type == "cuda" and dist.is_nccl_available()
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        # "cuda" without a number is the GPU of this rank on its machine.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.index is None else device)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
     except (RuntimeError, ValueError) as error:
