@@ -101,10 +101,10 @@ def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
     assert runs.finished_runs(options, description) == []
-    runs.kept_run(options, description, 0, lambda parts: run(parts, fails=False))
+    runs.kept_run(options, {**description, "device": "b"}, 0, lambda parts: run(parts, fails=False))
     assert computed == ["first", "second"]
-    expected = {"seed": 0, "first": 0.333333, "second": 0.333333, "versions": {}, "device": "a"}
-    assert runs.finished_runs(options, {**description, "device": "b"}) == [expected]
+    expected = {"seed": 0, "first": 0.333333, "second": 0.333333, "versions": {}, "device": "a and b"}
+    assert runs.finished_runs(options, {**description, "device": "c"}) == [expected]
     runs.kept_run(options, description, 0, lambda parts: run(parts, fails=True))
     other = {**description, "settings": {"members": 11}}
     with pytest.raises(KeyboardInterrupt, match="stopped"):

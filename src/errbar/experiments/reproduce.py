@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +57,34 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
     problem, title = experiment.problem, f"Run {seed + 1} of {count}"
     base = seed * _RUN
     run = {"seed": seed, **parts("comparison", lambda: _compare(problem, folder, seed, title, progress))}
-    network, _ = trained(problem, problem.train, folder, base)
-    paper = errbar.fit(network, batched(problem.train), last_layers=2, fisher="eta", prior=_decay(problem))
-    posterior = main_posterior(network, problem, problem.train)
-    run["scale_curve"] = parts("scale curve", lambda: scale_curve(paper, problem))
+
+    # Made when a part needs them, and not where all of these parts are kept.
+    @cache
+    def network() -> nn.Module:
+        return trained(problem, problem.train, folder, base)[0]
+
+    @cache
+    def posterior() -> errbar.Posterior:
+        return main_posterior(network(), problem, problem.train)
+
+    def curve() -> dict[str, Any]:
+        paper = errbar.fit(network(), batched(problem.train), last_layers=2, fisher="eta", prior=_decay(problem))
+        return scale_curve(paper, problem)
+
+    run["scale_curve"] = parts("scale curve", curve)
     run["linearisation"] = parts(
-        "linearisation", lambda: coverage.linearisation(posterior, problem.test.x[:200], samples=_draws(problem))
+        "linearisation", lambda: coverage.linearisation(posterior(), problem.test.x[:200], samples=_draws(problem))
     )
-    run["fusion"] = parts("fusion", lambda: fusion(experiment, posterior, folder, base, progress=progress))
+    run["fusion"] = parts("fusion", lambda: fusion(experiment, posterior(), folder, base, progress=progress))
     if experiment.foreign is not None:
         run["cleaning"] = parts("cleaning", lambda: clean(experiment, folder, base, progress=progress))
     if seed == 0:
-        run["illustration"] = parts("illustration", lambda: illustration(posterior, problem))
-        run["strip"] = parts("strip", lambda: strip(experiment, posterior))
+        run["illustration"] = parts("illustration", lambda: illustration(posterior(), problem))
+        run["strip"] = parts("strip", lambda: strip(experiment, posterior()))
     if problem.outliers:
         # Last: the information about a whole network takes longer than everything else together.
         run["structures"] = structures.study(
-            network, problem, parts, first_run=seed == 0, title=title, progress=progress
+            network(), problem, parts, first_run=seed == 0, title=title, progress=progress
         )
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,21 +44,37 @@ class Options:
 
 
 class Parts:
-    """The parts of one run, by name: each kept in a file once it is computed, so that none is computed twice."""
+    """The parts of one run, by name: each kept in a file once it is computed, so that none is computed twice.
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self._path, self._identity = path, identity
+    `versions` and `device` are those that computed the parts, the ones of this process only if it computes one.
+    """
+
+    def __init__(self, path: Path, description: dict[str, Any]) -> None:
+        self._path, self._identity = path, _identity(description)
+        self._here = {"versions": description["versions"], "device": description["device"]}
+        self._made_with: list[dict[str, Any]] = []
         self._done: dict[str, Any] = {}
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["of"] == identity:
-                self._done = found["parts"]
+            if found["of"] == self._identity:
+                self._done, self._made_with = found["parts"], found["made_with"]
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
         if name not in self._done:
             self._done[name] = rounded(compute())
-            write(self._path, {"of": self._identity, "parts": self._done})
+            if self._here not in self._made_with:
+                self._made_with.append(self._here)
+            write(self._path, {"of": self._identity, "made_with": self._made_with, "parts": self._done})
         return self._done[name]
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """Versions and device, with " and " between those of different machines."""
+        names = self._here["versions"]
+        return {
+            "versions": {name: _joined(one["versions"][name] for one in self._made_with) for name in names},
+            "device": _joined(one["device"] for one in self._made_with),
+        }
 
 
 def kept_run(
@@ -74,8 +90,9 @@ def kept_run(
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".parts")
-    made_with = {key: description[key] for key in ("versions", "device")}
-    write(path, {"of": identity, **made_with, **compute(Parts(unfinished, identity))})
+    parts = Parts(unfinished, description)
+    computed = compute(parts)
+    write(path, {"of": identity, **parts.made_with, **computed})
     unfinished.unlink(missing_ok=True)
 
 
@@ -91,11 +108,15 @@ def assembled(options: Options, description: dict[str, Any]) -> dict[str, Any]:
     """The kept runs as one result: versions and machine are those of the runs, wherever they are put together."""
     runs = finished_runs(options, description)
     result = {**description, "methods": runs[0]["methods"], "versions": runs[0]["versions"]}
-    result["device"] = " and ".join(sorted({run["device"] for run in runs}))
+    result["device"] = _joined(run["device"] for run in runs)
     for run in runs:
         for key in ("methods", "versions", "device"):
             del run[key]
     return {**result, "runs": runs}
+
+
+def _joined(names: Iterable[str]) -> str:
+    return " and ".join(sorted(set(names)))
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from errbar.experiments.problem import Problem
 from errbar.experiments.runs import Parts
 
 # A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`. The
-# other structures take long as well for all of such a network: fewer outliers are looked at, and `lowrank`, which takes
-# longer than everything else together, is studied in the first run alone.
+# other structures take longer for all of such a network than all methods together: fewer outliers are looked at, and in
+# the first run alone.
 _LARGE = 1_000_000
 _FEW_OUTLIERS = 2500
 _WHOLE = {"parameters": "all"}
@@ -50,7 +50,7 @@ def choices(network: nn.Module, heads: tuple[int, ...], *, first_run: bool = Tru
         for structure in ("dense", "kron", "diag") if count == 1 else ("dense", "block", "kron", "diag"):
             yield Choice(f"{layers}, {structure}", structure, {"last_layers": count})
     is_large = sum(parameter.numel() for parameter in network.parameters()) > _LARGE
-    of_large = ("diag", "lowrank") if first_run else ("diag",)
+    of_large = ("diag", "lowrank") if first_run else ()
     for structure in of_large if is_large else ("diag", "kron", "lowrank"):
         yield Choice(f"whole network, {structure}", structure, _WHOLE)
 

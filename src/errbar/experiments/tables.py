@@ -106,20 +106,26 @@ def shift_table(result: Result) -> Table:
 
 
 def cost_table(result: Result) -> Table:
-    """Seconds to prepare (training included) and to predict, and both relative to the standard network."""
+    """Seconds to prepare (training included) and to predict, and both relative to the standard network.
+
+    A network that somebody else trained took no time here: nothing can be put in relation to that.
+    """
     runs = result["runs"]
 
     def seconds(key: str, what: str) -> float:
         return float(statistics.median(run["cost"][key][what] for run in runs))
 
-    base = {what: seconds("standard", what) for what in ("prepare_seconds", "predict_seconds")}
+    def relative(key: str, what: str, form: str) -> str:
+        base = seconds("standard", what)
+        return f"{seconds(key, what) / base:{form}}×" if base else "–"
+
     rows = tuple(
         (
             name,
             f"{seconds(key, 'prepare_seconds'):.1f}",
-            f"{seconds(key, 'prepare_seconds') / base['prepare_seconds']:.2f}×",
+            relative(key, "prepare_seconds", ".2f"),
             f"{1e6 * seconds(key, 'predict_seconds'):.1f}",
-            f"{seconds(key, 'predict_seconds') / base['predict_seconds']:.1f}×",
+            relative(key, "predict_seconds", ".1f"),
         )
         for key, name in result["methods"].items()
     )
