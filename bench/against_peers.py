@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from itertools import pairwise
@@ -11,6 +10,7 @@ from typing import Any
 import peers
 import torch
 from common import PRIOR, alternate, features, head, in_batches, save, show
+from first_prediction import in_a_fresh_process
 from torch import Tensor, nn
 
 import errbar
@@ -216,10 +216,7 @@ def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str
     def ours() -> Tensor:
         return posterior.predict(one, samples=SAMPLES).std
 
-    ours()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ours()
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    memory = in_a_fresh_process(inputs, classes)
     runs: dict[str, Any] = {"errbar": ours}
     if with_peer:
         backend = peers.backends()["curvlinops"]
@@ -232,7 +229,9 @@ def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str
         "method": "eta, exact",
         "errbar": seconds["errbar"]["median"] * 1e6,
         "errbar spread": [seconds["errbar"]["least"] * 1e6, seconds["errbar"]["most"] * 1e6],
-        "note": f"peak memory grew by {grown:.0f} MiB at the second prediction",
+        "note": f"the first prediction takes {memory['first prediction, MiB']:.0f} MiB above the posterior's "
+        f"{memory['posterior, MiB']:.0f}",
+        **memory,
     }
     if with_peer:
         row["laplace-torch"] = seconds["peer"]["median"] * 1e6
