@@ -168,7 +168,7 @@ def roc(result: Result) -> Figure | None:
     lines = 0.17 * (len(labels) + 1)
     if alone:
         figure = new_figure((PAGE, max(2.7, lines)))
-        grid = figure.add_gridspec(1, 2, width_ratios=(1.0, 1.5))
+        grid = figure.add_gridspec(1, 2, width_ratios=(1.0, 1.75))
         panels, place = [figure.add_subplot(grid[0, 0])], figure.add_subplot(grid[0, 1])
     else:
         height = PAGE / columns + 0.3
@@ -205,7 +205,7 @@ def _area_table(
     from matplotlib.lines import Line2D
 
     several = len(datasets) > 1
-    first, width = (0.5, 0.07) if several else (0.74, 0.11)
+    first, width = (0.5, 0.07) if several else (0.79, 0.11)
     step = (1 - first) / len(datasets)
     lines = len(looks) + 1 if several else max(len(looks) + 1, 13)
     heights = [0.5 + (0.5 * (len(looks) + 1) - row - 0.5) / lines for row in range(len(looks) + 1)]
