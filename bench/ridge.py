@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import calibration, metrics
 from errbar.experiments import datasets
+from errbar.experiments.pretrained import find_weights
 from errbar.experiments.problem import Samples, halves
 from errbar.experiments.resnet import load_pretrained, normalise
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     folder = parser.parse_args().data
-    network = load_pretrained(next((folder / "pretrained_cifar10").glob("resnet20-*.th"))).eval()
+    network = load_pretrained(find_weights(folder, "resnet20")).eval()
     split = datasets.read_cifar10(folder)
     last, train = through(network, split.train.pixels())
     _, test = through(network, split.test.pixels())

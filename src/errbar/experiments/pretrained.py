@@ -50,7 +50,7 @@ def pretrained(options: Options) -> dict[str, Any]:
             f"The experiment {options.name} needs its data: give the folder that holds them with --data."
         )
     device = torch.device(options.device)
-    network = _FromPixels(load_pretrained(_weights(options.data, options.name))).to(device).eval()
+    network = _FromPixels(load_pretrained(find_weights(options.data, options.name))).to(device).eval()
     split = datasets.read_cifar10(options.data)
     few = 100 if options.quick else None
     shifts = quick_shifts(_SHIFTS) if options.quick else _SHIFTS
@@ -127,7 +127,8 @@ def _methods(network: nn.Module, problem: Problem) -> dict[str, Method]:
     return compared
 
 
-def _weights(folder: Path, name: str) -> Path:
+def find_weights(folder: Path, name: str) -> Path:
+    """The published weights in a folder of data, or one sentence about where they come from."""
     places = [folder, folder / "pretrained_cifar10"]
     for place in places:
         found = sorted(place.glob(f"{name}-*.th"))

@@ -43,7 +43,7 @@ class Choice:
         return self.select == _WHOLE
 
 
-def choices(network: nn.Module, heads: tuple[int, ...], *, first_run: bool = True) -> Iterator[Choice]:
+def choices(network: nn.Module, heads: tuple[int, ...], *, first_run: bool) -> Iterator[Choice]:
     """`heads` are the numbers of last layers to look at; then the whole network, the longest fit at the end."""
     for count in heads:
         layers = "last layer" if count == 1 else f"last {count} layers"
