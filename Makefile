@@ -78,6 +78,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/drift.py --data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/ridge.py --data $(DATA))
+	$(if $(DATA),$(BENCH)/bin/python bench/foreign.py --data $(DATA))
 
 # The tables of docs/results.md, from the files that `errbar reproduce` wrote.
 results: setup

@@ -30,7 +30,7 @@ KNOWN = (
 )
 # What is drawn where the lines of all methods would be too many to follow: the paper's, ours, the peer's.
 MAIN = KNOWN[:9]
-_SOUGHT = ("standard", "ensemble", "dropout", "proposed_tc", "both")
+_SOUGHT = ("standard", "ensemble", "dropout", "proposed_tc", "both", "norms_ggn_both")
 _SCORES = ("entropy", "mutual information", "contrast variance")
 _MOST_CURVES, _FEW = 12, 5
 MEASURES = ("nll", "ece", "accuracy")

@@ -34,6 +34,8 @@ _UNITS = {"nll": 1.0, "ece": 1.0, "accuracy": 100.0}
 _FUSION_UNITS = {**_UNITS, "ece": 100.0}
 # Pictures of a sequence that fit side by side.
 _STRIP = 10
+# Inches in the key of ROC curves: an AUROC with its deviation, and a letter of a name.
+_AREA_WIDTH, _LETTER_WIDTH = 0.93, 0.059
 _NARROW: dict[str, Any] = {"width": 22, "max_lines": 2, "placeholder": "…"}
 
 
@@ -168,7 +170,8 @@ def roc(result: Result) -> Figure | None:
     lines = 0.17 * (len(labels) + 1)
     if alone:
         figure = new_figure((PAGE, max(2.7, lines)))
-        grid = figure.add_gridspec(1, 2, width_ratios=(1.0, 1.75))
+        table = _table_width(result, labels)
+        grid = figure.add_gridspec(1, 2, width_ratios=(PAGE - table, table))
         panels, place = [figure.add_subplot(grid[0, 0])], figure.add_subplot(grid[0, 1])
     else:
         height = PAGE / columns + 0.3
@@ -198,6 +201,12 @@ def _score_looks(result: Result, labels: Sequence[str]) -> dict[str, Style]:
     return found
 
 
+def _table_width(result: Result, labels: Sequence[str]) -> float:
+    """Inches that the longest row of the key takes: its line, its name, its AUROC."""
+    longest = max(len(" · ".join(values.method_and_score(result, label))) for label in labels)
+    return max(4.4, 0.6 + _LETTER_WIDTH * longest + _AREA_WIDTH)
+
+
 def _area_table(
     ax: Axes, result: Result, datasets: Mapping[str, Mapping[str, values.MeanCurve]], looks: Mapping[str, Style]
 ) -> None:
@@ -205,7 +214,8 @@ def _area_table(
     from matplotlib.lines import Line2D
 
     several = len(datasets) > 1
-    first, width = (0.5, 0.07) if several else (0.79, 0.11)
+    table = _table_width(result, list(looks))
+    first, width = (0.5, 0.07) if several else (1 - _AREA_WIDTH / table, 0.5 / table)
     step = (1 - first) / len(datasets)
     lines = len(looks) + 1 if several else max(len(looks) + 1, 13)
     heights = [0.5 + (0.5 * (len(looks) + 1) - row - 0.5) / lines for row in range(len(looks) + 1)]
