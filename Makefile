@@ -73,6 +73,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/monte_carlo.py
 	$(BENCH)/bin/python -W ignore bench/memory.py
 	$(BENCH)/bin/python bench/distributed.py
+	$(BENCH)/bin/python bench/networks.py
 	$(BENCH)/bin/python bench/export.py
 	$(BENCH)/bin/python bench/serve.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))

@@ -16,6 +16,7 @@ from errbar import bands
 from errbar.data import batches
 from errbar.derivative import Route
 from errbar.information import Information, accumulate
+from errbar.layerwise import LayerwiseRoute
 from errbar.logits import DiagonalLogitGaussian
 from errbar.per_class import PerClassSum
 
@@ -109,7 +110,8 @@ CASES = {
 
 def generic(information: Information, data: list[tuple[Tensor, Tensor]]) -> Information:
     """The same information by generic Jacobians."""
-    way = replace(information.task.way, route=Route((), information.selection, False))
+    by_layer = LayerwiseRoute.of(information.selection, information.task.n_classes, ())
+    way = replace(information.task.way, route=Route((), by_layer=by_layer))
     task = replace(information.task, way=way)
     return accumulate(task, batches(data))
 
@@ -121,7 +123,7 @@ def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("a generic Jacobian was formed")
 
-    monkeypatch.setattr("errbar.derivative.jacobians", forbidden)
+    monkeypatch.setattr("errbar.layerwise.jacobians", forbidden)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -174,17 +176,19 @@ def test_many_tokens_take_the_summed_gradient() -> None:
     model = seeded(TokenHead)
     data = [(draw(6, 12, 4), torch.arange(6) % 5)]
     fast = errbar.collect(model, data, last_layers=2)
-    assert fast.task.way.route.layers
     assert not fast.task.way.route.factored
+    assert len(fast.task.way.route.by_layer.layers) == 2
     slow = generic(fast, data)
     assert (fast.dense() - slow.dense()).abs().max() < 1e-12 * slow.dense().abs().max()
 
 
 def test_other_layers_beside_linear_ones_take_generic_jacobians_for_themselves_only() -> None:
+    """A norm layer that another one shares its scales with is no plain one."""
     model = seeded(Between)
+    model.norm.register_parameter("twin", model.norm.bias)
     data = [(draw(6, 5), torch.arange(6) % 3)]
     fast = errbar.collect(model, data, parameters=["first", "norm", "last"])
-    assert fast.task.way.route.rest.names == ("norm.weight", "norm.bias")
+    assert fast.task.way.route.by_layer.rest.names == ("norm.bias",)
     slow = generic(fast, data)
     assert (fast.dense() - slow.dense()).abs().max() < 1e-12 * slow.dense().abs().max()
 

@@ -10,7 +10,7 @@ J = Σ_t V_t ⊗ h_tᵀ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar.data import Batch
+from errbar.errors import ModelError
 from errbar.jacobian import quiet_vmap
 from errbar.layers import Selection
 from errbar.network import Network, as_logits, run
@@ -102,10 +103,13 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a layer was given, what it returned, the copy that went on, and the version which that had."""
+    """What a layer was given, what the logits are differentiated by, what went on, and the version which that had.
+
+    Differentiated is by the output, of which a copy goes on, or by what a `Probe` has added to it.
+    """
 
     inputs: Tensor
-    output: Tensor
+    differentiated: Tensor
     passed_on: Tensor
     version: int
 
@@ -125,10 +129,21 @@ class Trace:
         return call.passed_on is self.logits and call.passed_on._version == call.version
 
     def derivatives(self, names: Sequence[str], seeds: Float[Tensor, "k B M"]) -> dict[str, list[Tensor]]:
-        """∂(Σ_m s_m g_m)/∂a for the output a of each call of the layers `names`: (k, …), … as a has it."""
-        outputs = [call.output for name in names for call in self.calls[name]]
+        """∂(Σ_m s_m g_m)/∂a for each call of the layers `names`, a what is differentiated by: (k, …), … as a has it."""
+        outputs = [call.differentiated for name in names for call in self.calls[name]]
         gradients = iter(_derivatives(self.logits, outputs, seeds))
         return {name: [next(gradients) for _ in self.calls[name]] for name in names}
+
+
+class UnlikeFirstBatchError(ModelError):
+    """A layer is called in another way than by the first batch, which decided how it is differentiated."""
+
+    @staticmethod
+    def of(name: str) -> UnlikeFirstBatchError:
+        return UnlikeFirstBatchError(
+            f"Layer '{name}' ran with one input for each sample in the first batch and does something else now; "
+            "expected a model that computes the same function for every batch."
+        )
 
 
 def class_seeds(logits: Float[Tensor, "B M"]) -> Float[Tensor, "M B M"]:
@@ -164,27 +179,42 @@ def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
     ]
 
 
-def record(network: Network, names: Sequence[str], batch: Batch) -> Trace:
-    """Run the network and note every call of the modules `names`; the graph starts at the first of them."""
+# Of a module, its input and its output: what is to be differentiated by, and what goes on in place of the output.
+Probe = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _by_output(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """The rest of the network gets a copy, because an activation may overwrite what it is given."""
+    output = output if output.requires_grad else output.detach().requires_grad_()
+    return output, output.clone()
+
+
+def _not_at_all(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    return output, output
+
+
+def record(network: Network, names: Sequence[str], batch: Batch, probes: Mapping[str, Probe] | None = None) -> Trace:
+    """Run the network and note every call of the modules `names` and `probes`; the graph starts at the first."""
     replica = network.replica()
-    seen: dict[str, list[Call]] = {name: [] for name in names}
+    noted: dict[str, Probe] = {**dict.fromkeys(names, _by_output), **(probes or {})}
+    seen: dict[str, list[Call]] = {name: [] for name in noted}
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            inputs = args[0] if args else kwargs["input"]
+            inputs = args[0] if args else next(iter(kwargs.values()))
             # The graph starts at the first selected layer: what comes before it is not differentiated.
             torch.set_grad_enabled(True)
-            output = output if output.requires_grad else output.detach().requires_grad_()
-            # The rest of the network gets a copy, because an activation may overwrite what it is given.
-            passed_on = output.clone()
-            seen[name].append(Call(inputs.detach(), output, passed_on, passed_on._version))
+            # Nested tensors, which transformers make of padded sequences, do not run over the samples: see `accepts`.
+            probe = _not_at_all if inputs.is_nested or output.is_nested else noted[name]
+            differentiated, passed_on = probe(module, inputs.detach(), output)
+            seen[name].append(Call(inputs.detach(), differentiated, passed_on, passed_on._version))
             return passed_on
 
         return hook
 
     modules = dict(replica.named_modules())
     # Before hooks of the user, which may change what the layer passes on.
-    handles = [modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in names]
+    handles = [modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in noted]
     try:
         with torch.no_grad():
             result = as_logits(run(replica, batch), len(batch))
@@ -204,7 +234,7 @@ def capture(
     trace = record(network, [layer.name for layer in layers], batch)
     result = trace.logits.detach()
     if any(
-        len(calls) != 1 or len(calls[0].inputs) != len(batch) or calls[0].inputs.ndim < 2
+        len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(batch) or calls[0].inputs.ndim < 2
         for calls in trace.calls.values()
     ):
         return result, None

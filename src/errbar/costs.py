@@ -22,16 +22,17 @@ from errbar.workload import (
     Workload,
     backward_bytes,
     by_device,
+    by_layer_bytes,
     drawing_bytes,
     drawing_products,
     explicit_bytes,
     explicit_products,
     jacobian_samples,
+    kept_bytes,
     row_bytes,
+    samples_at_a_time,
 )
 
-# What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
-_KEPT_SHARE = {"cpu": 1.3, "cuda": 1.1}
 # eigh takes the matrix, its eigenvectors and 2 n² numbers of workspace; MKL one matrix more. In multiplications,
 # measured against a product of the same size.
 _EIGEN_MATRICES = 5
@@ -188,44 +189,33 @@ def _kronecker(work: Workload) -> Cost:
     s, w, classes = work.itemsize, work.network_itemsize, work.classes
     sums = 8 * sum(t.width**2 + t.outputs**2 for t in work.terms) + 8 * work.rest
     bases = sums + 8 * sum(t.size for t in work.terms)
-    inner = sum(t.uses * t.width for t in work.terms)
-    outer = sum(t.uses * t.outputs for t in work.terms if not t.returns_logits)
-    limit = by_device(layerwise.PART_BYTES, work.device)
-
-    def part(numbers: int) -> int:
-        return min(work.batch, max(1, int(limit) // (8 * max(1, numbers))))
-
+    inner, outer = work.inner_size, work.outer_size
+    limit = layerwise.part_bytes(work.device)
     largest = max([t.width for t in work.terms] + [t.outputs for t in work.terms], default=0)
     uses = max((t.uses * t.width for t in work.terms), default=0)
 
-    samples = part(inner + 2 * outer + classes * work.rest)
-    seeds = min(classes, max(1, int(limit) // (8 * max(1, samples * outer))))
-    kept = int(samples * by_device(_KEPT_SHARE, work.device) * work.tail_bytes) if outer or work.rest else 0
+    collected = samples = samples_at_a_time(work, inner + 2 * outer + classes * work.rest)
+    seeds = min(classes, max(1, limit // (8 * max(1, samples * outer))))
+    kept = kept_bytes(work, samples) if outer or work.rest else 0
     backward = max(
-        int(1.7 * seeds * samples * outer * w),
-        backward_bytes(work, samples, classes) if work.rest else 0,
+        2 * seeds * samples * (outer + work.widest) * w if outer else 0,
+        backward_bytes(work, samples, classes) if work.alone else 0,
     )
     step = s * largest**2 + 2 * s * samples * uses + 3 * 8 * samples * classes
     collecting = sums + kept + max(backward, step)
     conditioning = sums + bases + (_EIGEN_MATRICES - 1) * 8 * largest**2
 
-    samples = part(inner + classes * (outer + work.rest))
+    samples = samples_at_a_time(work, inner + classes * (outer + work.rest))
     predicting = sums + bases + (s * bases // 8 + s * sum(t.size for t in work.terms) if s < 8 else 0)
     factored = len(work.terms) == 1 and not work.rest and work.terms[0].returns_logits
     if factored:
         predicting += 2 * 8 * classes**2 + work.draws * classes * w + drawing_bytes(work, full=False)
     else:
         # V of the layer at hand is there three times: as the backward pass leaves it, put together, and rotated.
-        own = max((t.uses * t.outputs for t in work.terms if not t.returns_logits), default=0)
-        made = samples * (2 * inner * s + classes * (outer + 2 * own) * w)
-        widest = max((t.size for t in work.terms if t.uses > 1), default=0)
-        pieces = 3 * min(by_device(shared.JACOBIAN_BYTES, work.device), samples * classes * s * widest)
-        kept = int(samples * by_device(_KEPT_SHARE, work.device) * work.tail_bytes)
-        backward = backward_bytes(work, samples, classes) if work.rest else 0
-        predicting += int(kept + made + max(pieces, backward)) + drawing_bytes(work, full=True)
+        predicting += by_layer_bytes(work, samples) + _pieces(work, samples) + drawing_bytes(work, full=True)
     once = _EIGEN_PRODUCTS * sum(t.width**3 + t.outputs**3 for t in work.terms)
     products = sum(t.uses * (t.width**2 + (0 if t.returns_logits else classes * t.outputs**2)) for t in work.terms)
-    added = _ADDED_PRODUCTS * (sums // 8) / part(inner + 2 * outer + classes * work.rest)
+    added = _ADDED_PRODUCTS * (sums // 8) / collected
     inputs: float = sum(t.width**2 + t.size for t in work.terms)
     if not factored:
         repeated = [t for t in work.terms if t.uses > 1]
@@ -233,10 +223,23 @@ def _kronecker(work: Workload) -> Cost:
             t.uses * (t.width**2 + classes * t.outputs**2 + (t.uses > 1) * classes * t.size) for t in work.terms
         )
         inputs += sum(classes**2 * t.size for t in repeated)
-    passes = float((classes if outer else 0) + (classes if work.rest else 0))
+    passes = _passes(work)
     fit = max(collecting, conditioning, sums + bases)
     inputs += drawing_products(work, full=True)
     return Cost(sums + bases, fit, predicting, products + added, float(once), inputs, (passes, passes), exact=False)
+
+
+def _passes(work: Workload) -> float:
+    """Backward passes for a sample: of all layers and norms together, and of what goes alone."""
+    together = work.outer_size > 0 or work.rest > sum(work.alone)
+    return float(work.classes * (together + bool(work.alone)))
+
+
+def _pieces(work: Workload, samples: int) -> int:
+    """Bytes of the Jacobians of one layer that is used several times, of some samples at a time, and of products."""
+    widest = max((term.size for term in work.terms if term.uses > 1), default=0)
+    most = by_device(shared.JACOBIAN_BYTES, work.device)
+    return int(3 * min(most, samples * work.classes * work.itemsize * widest))
 
 
 def _low_rank(work: Workload) -> Cost:
@@ -290,8 +293,9 @@ def _diagonal(work: Workload) -> Cost:
         seeds = float(classes if full else 0)
         predicted = products + (classes**2 * sum(t.outputs for t in work.terms) if full else 0)
     else:
-        transient, full, seeds = explicit_bytes(work), True, float(classes)
-        products = explicit_products(work)
+        samples = samples_at_a_time(work, work.inner_size + classes * (work.outer_size + work.rest))
+        transient, full, seeds = by_layer_bytes(work, samples) + _pieces(work, samples), True, _passes(work)
+        products = explicit_products(work) + classes * sum(t.uses * t.size for t in work.terms)
         predicted = products + classes**2 * n
     predicting = posterior + transient + drawing_bytes(work, full=full)
     predicted += drawing_products(work, full=full)

@@ -87,7 +87,7 @@ class DenseAccumulator:
 
     def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
         if derivative.factors is None:
-            self._add_rows(weighted_rows(logits, derivative, self.fisher, self.dtype))
+            self._add_rows(weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype))
             return
         if self.staged and not _same_layers(self.staged[-1][1], derivative.factors):
             self._flush()
@@ -184,11 +184,11 @@ class DenseAccumulator:
 
 
 def weighted_rows(
-    logits: Float[Tensor, "B M"], derivative: Derivative, fisher: Fisher, dtype: torch.dtype
+    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M n"], fisher: Fisher, dtype: torch.dtype
 ) -> Float[Tensor, "k n"]:
     """The rows U_nᵀ = R_nᵀ J_n of all samples, R R ᵀ = Λ."""
     root = fisher_root(logits, fisher).to(dtype)
-    return (root.mT @ derivative.jacobian().to(dtype)).flatten(0, 1)
+    return (root.mT @ jacobian.to(dtype)).flatten(0, 1)
 
 
 def _same_layers(first: tuple[Factor, ...], second: tuple[Factor, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""∂g(x; θ)/∂θ_r of a batch: in factored form where the layers allow it, as per-sample Jacobians where not."""
+"""∂g(x; θ)/∂θ_r of a batch: in factored form where the layers allow it, as Jacobians of each sample where not."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar.capture import Factor, LinearLayer, capture, linear_layers
+from errbar.capture import Factor, LinearLayer, UnlikeFirstBatchError, capture, linear_layers
 from errbar.data import Batch
-from errbar.errors import ModelError
-from errbar.jacobian import RANDOM_IN_EVAL, jacobians
+from errbar.jacobian import jacobians, pulled_back_by_the_whole_model, require_deterministic
 from errbar.layers import Selection
+from errbar.layerwise import LayerwiseRoute
 from errbar.network import Network
 
 # Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
-JACOBIAN_BYTES = 128 * 2**20
+JACOBIAN_BYTES = {"cpu": 2**27, "cuda": 2**30}
 # Samples that are differentiated at a time where no Jacobian is formed.
 FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
 
@@ -61,12 +61,14 @@ class Derivative:
 
 @dataclass(frozen=True)
 class Route:
-    """How to differentiate: which linear layers are captured, and which parameters take generic Jacobians."""
+    """How to differentiate: by the terms of these linear layers, or by Jacobians that are made layer by layer.
+
+    `identity` where all that is selected is one linear layer whose output are the logits themselves.
+    """
 
     layers: tuple[LinearLayer, ...]
-    rest: Selection
-    factored: bool
     identity: bool = False
+    by_layer: LayerwiseRoute | None = None
 
     @staticmethod
     def plan(network: Network, selection: Selection, batch: Batch) -> Route:
@@ -74,31 +76,29 @@ class Route:
         layers = tuple(linear_layers(network, selection))
         few = batch.rows(0, 2)
         require_deterministic(network, few)
-        if layers:
+        if sum(layer.outputs * layer.width for layer in layers) == selection.n_parameters:
             logits, terms = capture(network, layers, few)
-            if terms is not None and _agrees(network, selection, layers, terms, few):
-                factors = [factor for part in terms.values() for factor in part]
-                cheap = _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
-                identity = len(factors) == 1 and factors[0].outer is None
-                return Route.of(selection, layers, cheap=cheap, identity=identity)
-        return Route((), selection, False)
-
-    @staticmethod
-    def of(selection: Selection, layers: tuple[LinearLayer, ...], *, cheap: bool, identity: bool) -> Route:
-        """By captured layers; their terms are used as they are where they are cheap and nothing else is selected."""
-        rest = _rest(selection, layers)
-        return Route(layers, rest, cheap and not rest.names, identity)
+            factors = [factor for part in (terms or {}).values() for factor in part]
+            if (
+                terms is not None
+                and _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
+                and _agrees(network, selection, layers, terms, few)
+            ):
+                return Route(layers, identity=len(factors) == 1 and factors[0].outer is None)
+        return Route((), by_layer=LayerwiseRoute.plan(network, selection, batch))
 
     @property
-    def returns_logits(self) -> bool:
-        """Whether all that is selected is one linear layer whose output are the logits themselves."""
-        return self.factored and self.identity
+    def factored(self) -> bool:
+        """Whether no Jacobian is formed."""
+        return self.by_layer is None
 
-    def chunks(self, batch: Batch, device: torch.device, *, classes: int, n_parameters: int) -> Iterator[Batch]:
+    def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
         """The batch in parts that keep what is made of them within a fixed number of bytes."""
-        size = max(1, JACOBIAN_BYTES // (8 * classes * n_parameters))
-        if self.factored:
-            size = FACTORED_ROWS.get(device.type, 1024)
+        size = FACTORED_ROWS.get(device.type, FACTORED_ROWS["cpu"])
+        if self.by_layer is not None:
+            numbers = self.by_layer.n_classes * self.by_layer.n_parameters
+            limit = JACOBIAN_BYTES.get(device.type, JACOBIAN_BYTES["cpu"])
+            size = min(max(1, limit // (8 * numbers)), self.by_layer.samples_at_a_time(device))
         for start in range(0, len(batch), size):
             yield batch.rows(start, min(start + size, len(batch)))
 
@@ -108,53 +108,19 @@ def differentiate(
 ) -> tuple[Float[Tensor, "B M"], Derivative]:
     """The logits of a prepared batch and their derivative, both in the network's own dtype."""
     n = selection.n_parameters
-    terms = None
-    if route.layers:
+    if route.by_layer is None:
         logits, terms = capture(network, route.layers, batch)
+        if terms is not None:
+            factors = tuple(factor for part in terms.values() for factor in part)
+            return logits, Derivative(n, logits.shape[1], factors, None)
     else:
-        logits = network.logits(batch)
-    classes = logits.shape[1]
-    if terms is None:
-        return logits, Derivative(n, classes, None, jacobians(network, selection, batch))
-    factors = tuple(factor for part in terms.values() for factor in part)
-    if route.factored:
-        return logits, Derivative(n, classes, factors, None)
-    explicit = _assembled(factors, n, classes)
-    if route.rest.names:
-        slices, start = selection.slices(), 0
-        generic = jacobians(network, route.rest, batch)
-        for name, size in zip(route.rest.names, route.rest.sizes, strict=True):
-            explicit[:, :, slices[name]] = generic[:, :, start : start + size]
-            start += size
-    return logits, Derivative(n, classes, None, explicit)
-
-
-def require_deterministic(network: Network, batch: Batch) -> None:
-    """A model that draws random numbers in eval mode has no derivative to speak of."""
-    first, second = network.logits(batch), network.logits(batch)
-    # Logits that are not finite have an error of their own.
-    if bool(((first - second).abs() > 1e-2 * first.abs().amax()).any()):
-        raise ModelError(RANDOM_IN_EVAL)
-
-
-def pulled_back_by_the_whole_model(
-    network: Network, selection: Selection, batch: Batch
-) -> tuple[Float[Tensor, "B M"], Float[Tensor, "n"], float]:
-    """Random v_n, Σ_n v_nᵀ J_n by differentiating the whole model, and the relative error that rounding explains.
-
-    What the terms of a layer make of the same v must agree. It does not where a weight is used outside its layer as
-    well (a norm of it, a tied product): no module tells of that.
-    """
-    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
-    with torch.enable_grad():
-        logits = network.logits(batch, values)
-        generator = torch.Generator().manual_seed(0)
-        vectors = torch.randn(logits.shape, generator=generator).to(logits)
-        gradients = torch.autograd.grad(
-            (logits * vectors).sum(), list(values.values()), allow_unused=True, materialize_grads=True
-        )
-    truth = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
-    return vectors, truth, {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)
+        try:
+            logits, made = route.by_layer.differentiate(network, batch)
+            return logits, Derivative(n, logits.shape[1], None, made.jacobian())
+        except UnlikeFirstBatchError:
+            logits = network.logits(batch)
+    # Layers are called in another way than by the first batch: each sample by itself, whatever they do.
+    return logits, Derivative(n, logits.shape[1], None, jacobians(network, selection, batch))
 
 
 def _agrees(
@@ -187,15 +153,6 @@ def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tenso
         if layer.bias is not None:
             explicit[:, :, layer.bias] += term[..., -1]
     return explicit
-
-
-def _rest(selection: Selection, layers: tuple[LinearLayer, ...]) -> Selection:
-    """The selected parameters that no captured layer holds."""
-    slices = selection.slices()
-    covered = {part.start for layer in layers for part in (layer.weight, layer.bias) if part is not None}
-    names = [name for name in selection.names if slices[name].start not in covered]
-    shapes = dict(zip(selection.names, selection.shapes, strict=True))
-    return Selection(tuple(names), tuple(shapes[name] for name in names))
 
 
 def _factors_are_cheaper(factors: list[Factor], n: int, classes: int) -> bool:

@@ -1,8 +1,8 @@
 """The diagonal structure: one variance for each parameter, and none in common.
 
 `DiagonalSum` is Σ_n diag(J_nᵀ Λ_n J_n). For a linear layer that is used once, with Jacobian V ⊗ hᵀ, that is
-S_ii h_a² with S = VᵀΛV: one matrix product over the samples. Where a weight is used several times (tokens), the terms
-of a sample are summed before they are squared. Prediction is the mirror image, V diag(Σ_a P_ia h_a²) Vᵀ.
+S_ii h_a² with S = VᵀΛV: one matrix product over the samples. Where a weight is used several times (tokens, patches),
+the terms of a sample are summed before they are squared. Prediction is the mirror image, V diag(Σ_a P_ia h_a²) Vᵀ.
 """
 
 from __future__ import annotations
@@ -17,34 +17,38 @@ from torch import Tensor
 from errbar.derivative import Derivative
 from errbar.errors import CovarianceError
 from errbar.fisher import Fisher, fisher_diagonal
+from errbar.layerwise import LayerwiseDerivative
 from errbar.logits import DiagonalLogitGaussian, LogitGaussian
 from errbar.memory import require_memory
-from errbar.shared import SharedFactor, gathered, scatter_, shared_factors
+from errbar.shared import Part, SharedFactor, gathered, scatter_, shared_factors
+
+
+def _rooted(logits: Float[Tensor, "B M"], columns: Float[Tensor, "B M k"], fisher: Fisher) -> Float[Tensor, "B M k"]:
+    """RᵀJ, R Rᵀ = Λ: the rows √f_m (J_m − J̄) with J̄ = Σ_m f_m J_m; with `eta`, √η_m J_m."""
+    if fisher == "eta":
+        return fisher_diagonal(logits).sqrt().to(columns.dtype)[:, :, None] * columns
+    probability = torch.softmax(logits.double(), 1)
+    mean = probability.to(columns.dtype)[:, None] @ columns
+    return (columns - mean) * probability.sqrt().to(columns.dtype)[:, :, None]
 
 
 def weighted_squares(
     logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M k"], fisher: Fisher
 ) -> Float[Tensor, "B k"]:
-    """The diagonal of JᵀΛJ of each sample: Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m².
-
-    Not Σ f J² − J̄², which cancels where the network is sure.
-    """
-    if fisher == "eta":
-        weights = fisher_diagonal(logits).to(jacobian.dtype)
-        return (weights[:, None] @ jacobian.square())[:, 0]
-    probability = torch.softmax(logits.double(), 1).to(jacobian.dtype)[:, None]
-    return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
+    """The diagonal of JᵀΛJ of each sample, by squares: Σ f J² − J̄² would cancel where the network is sure."""
+    return _rooted(logits, jacobian, fisher).square_().sum(1)
 
 
 def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fisher: Fisher) -> Float[Tensor, "d p"]:
-    """Σ_n diag(JᵀΛJ) of one layer."""
+    """Σ_n diag(JᵀΛJ) of one layer: V is multiplied by the root of Λ before it meets h, where it is small."""
     if factor.outer is None:
         weights = fisher_diagonal(logits).to(factor.inner.dtype)
         return weights.T @ factor.inner[:, 0].square()
+    rows = _rooted(logits, factor.outer.flatten(2), fisher).reshape(factor.outer.shape)
     if factor.is_single:
-        return weighted_squares(logits, factor.outer[..., 0], fisher).T @ factor.inner[:, 0].square()
-    parts = [weighted_squares(logits[rows], made.flatten(2), fisher).sum(0) for rows, made in factor.pieces()]
-    return torch.stack(parts).sum(0).reshape(factor.outer.shape[2], -1)
+        return rows[..., 0].square().sum(1).T @ factor.inner[:, 0].square()
+    pieces = SharedFactor(factor.layer, factor.inner, rows).pieces()
+    return torch.stack([made.square_().sum((0, 1)) for _, made in pieces]).sum(0)
 
 
 def safe_precision(precision: Float[Tensor, "..."], *, limit: float) -> tuple[Float[Tensor, "..."], float]:
@@ -111,14 +115,13 @@ class DiagonalAccumulator:
         self.dtype = dtype
         self.values = torch.zeros(n, dtype=torch.float64, device=device)
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
-        if derivative.factors is None:
-            jacobian = derivative.jacobian().to(self.dtype)
-            self.values += weighted_squares(logits, jacobian, self.fisher).sum(0, dtype=torch.float64)
-            return
-        for factor in shared_factors(derivative.to(self.dtype).factors or ()):
-            more = diagonal_information(logits, factor, self.fisher)
+    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> None:
+        parts = _by_layer(derivative)
+        for factor in parts.factors:
+            more = diagonal_information(logits, factor.to(self.dtype), self.fisher)
             scatter_(self.values, factor.layer, gathered(factor.layer, self.values) + more)
+        squares = weighted_squares(logits, parts.explicit.to(self.dtype), self.fisher)
+        parts.rest.put_(self.values, parts.rest.take(self.values) + squares.sum(0, dtype=torch.float64))
 
     def finish(self) -> DiagonalSum:
         return DiagonalSum(self.values)
@@ -142,29 +145,27 @@ class DiagonalFactor:
         """Never: there is nothing to factorise."""
         return False
 
-    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal where all that is selected is a layer that returns the logits."""
-        if derivative.factors is None:
-            jacobian = derivative.jacobian()
-            half = jacobian * self.precision.rsqrt().to(jacobian.dtype)
-            return LogitGaussian.trusted(mean, half @ half.mT)
-        factors = shared_factors(derivative.factors)
-        variances = [self._variances(factor) for factor in factors]
-        if len(factors) == 1 and factors[0].outer is None:
-            return DiagonalLogitGaussian.of(mean, factors[0].output_variance(variances[0]))
-        covariance = sum(factor.covariance(own) for factor, own in zip(factors, variances, strict=True))
-        return LogitGaussian.trusted(mean, torch.as_tensor(covariance))
+        parts = _by_layer(derivative)
+        factors, rest = parts.factors, parts.explicit
+        if len(factors) == 1 and factors[0].outer is None and not len(parts.rest):
+            return DiagonalLogitGaussian.of(mean, factors[0].output_variance(self._variances(factors[0])))
+        half = rest * parts.rest.take(self.precision).rsqrt().to(rest.dtype)
+        covariance = half @ half.mT
+        for factor in factors:
+            covariance += factor.covariance(self._variances(factor))
+        return LogitGaussian.trusted(mean, covariance)
 
-    def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
+    def joint_covariance(self, derivative: Derivative | LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
         """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64."""
-        derivative = derivative.to(torch.float64)
-        if derivative.factors is None:
-            half = derivative.jacobian() * self.precision.rsqrt()
-            size, classes, _ = half.shape
-            flat = half.flatten(0, 1)
-            return (flat @ flat.T).reshape(size, classes, size, classes)
-        factors = shared_factors(derivative.factors)
-        return torch.as_tensor(sum(factor.joint_covariance(self._variances(factor)) for factor in factors))
+        parts = _by_layer(derivative).to(torch.float64)
+        size, classes = parts.explicit.shape[:2]
+        half = (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
+        covariance = (half @ half.T).reshape(size, classes, size, classes)
+        for factor in parts.factors:
+            covariance += factor.joint_covariance(self._variances(factor))
+        return covariance
 
     def _variances(self, factor: SharedFactor) -> Float[Tensor, "d p"]:
         return gathered(factor.layer, self.precision).reciprocal().to(factor.inner.dtype)
@@ -178,6 +179,18 @@ class DiagonalFactor:
 
     def to(self, device: torch.device) -> DiagonalFactor:
         return DiagonalFactor(self.precision.to(device), self.factorisation[1])
+
+
+def _by_layer(derivative: Derivative | LayerwiseDerivative) -> LayerwiseDerivative:
+    """Whatever form the derivative has: its layers, and the columns of all other parameters."""
+    if isinstance(derivative, LayerwiseDerivative):
+        return derivative
+    n = derivative.n_parameters
+    if derivative.factors is None:
+        return LayerwiseDerivative(n, (), Part(((0, n),)), derivative.jacobian())
+    inner = derivative.factors[0].inner
+    nothing = inner.new_zeros(len(inner), derivative.n_classes, 0)
+    return LayerwiseDerivative(n, tuple(shared_factors(derivative.factors)), Part(()), nothing)
 
 
 def _embedded(values: Float[Tensor, "n"]) -> Float[Tensor, "n n"]:

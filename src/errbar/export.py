@@ -194,7 +194,7 @@ def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
     way = task.way
     if isinstance(way, ByDerivative) and way.route.factored:
         return way.route.layers, way.route.identity
-    if isinstance(way, ByLayer) and not way.route.rest.names:
+    if isinstance(way, ByLayer) and not len(way.route.rest_part):
         layers = way.route.layers
         if all(isinstance(layer, SharedLayer) and layer.patches is None for layer in layers):
             return layers, len(layers) == 1 and way.route.outer_size == 0

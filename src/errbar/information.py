@@ -337,10 +337,10 @@ def accumulate(
     """The information of a stream of batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
     network = task.network
     checks = Checks(network.device)
-    total = task.way.accumulator(keep)
     count = 0
     likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
     with plain_execution(network.device):
+        total = task.way.accumulator(keep)
         for batch in stream:
             logits = total.add_batch(network.prepare(batch, checks))
             require_finite_logits(logits, checks)

@@ -83,3 +83,31 @@ def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[T
             ]
             rows.append(torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in gradients]).detach())
     return torch.stack(rows)
+
+
+def require_deterministic(network: Network, batch: Batch) -> None:
+    """A model that draws random numbers in eval mode has no derivative to speak of."""
+    first, second = network.logits(batch), network.logits(batch)
+    # Logits that are not finite have an error of their own.
+    if bool(((first - second).abs() > 1e-2 * first.abs().amax()).any()):
+        raise ModelError(RANDOM_IN_EVAL)
+
+
+def pulled_back_by_the_whole_model(
+    network: Network, selection: Selection, batch: Batch
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "n"], float]:
+    """Random v_n, Σ_n v_nᵀ J_n by differentiating the whole model, and the relative error that rounding explains.
+
+    What the terms of a layer make of the same v must agree. It does not where a weight is used outside its layer as
+    well (a norm of it, a tied product): no module tells of that.
+    """
+    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
+    with torch.enable_grad():
+        logits = network.logits(batch, values)
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(logits.shape, generator=generator).to(logits)
+        gradients = torch.autograd.grad(
+            (logits * vectors).sum(), list(values.values()), allow_unused=True, materialize_grads=True
+        )
+    truth = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
+    return vectors, truth, {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)

@@ -211,25 +211,29 @@ class KroneckerAccumulator:
                 _add_square(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
                 self.outer[layer.name] += _summed_fisher(logits, self.fisher, self.dtype)
-        between = [layer for layer in self.route.layers if not trace.returns_logits(layer.name)]
-        if between:
-            self._add_derivatives(between, trace, logits)
-        if self.route.rest.names:
-            explicit = self.route.explicit(self.network, batch, logits).to(self.dtype)
-            self.rest += weighted_squares(logits, explicit, self.fisher).sum(0, dtype=torch.float64)
+        names = self.route.differentiated(trace)
+        if names:
+            self._add_derivatives(names, trace, logits)
+        for where, jacobian in self.route.of_rest(self.network, batch):
+            squares = weighted_squares(logits, jacobian.to(self.dtype), self.fisher)
+            self.rest[where] += squares.sum(0, dtype=torch.float64)
 
-    def _add_derivatives(self, layers: list[SharedLayer], trace: Trace, logits: Float[Tensor, "B M"]) -> None:
-        """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V."""
+    def _add_derivatives(self, names: list[str], trace: Trace, logits: Float[Tensor, "B M"]) -> None:
+        """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V.
+
+        Of the norms the diagonal of JᵀΛJ, Σ_c (Jᵀ r_c)².
+        """
         size, classes = logits.shape
         step = self.route.seeds_at_a_time(size, logits.device)
-        names = [layer.name for layer in layers]
         for first in range(0, classes, step):
             columns = _root_columns(logits, self.fisher, first, min(first + step, classes))
             derivatives = trace.derivatives(names, columns.to(logits.dtype))
-            for layer in layers:
-                for derivative in derivatives[layer.name]:
+            for layer in self.route.layers:
+                for derivative in derivatives.get(layer.name, ()):
                     rows = layer.outer(derivative).to(self.dtype).transpose(2, 3).reshape(-1, layer.outputs)
                     _add_square(self.outer[layer.name], rows)
+            for where, rows in self.route.of_norms(derivatives):
+                self.rest[where] += rows.to(self.dtype).square().sum((0, 1), dtype=torch.float64)
 
     def finish(self) -> KroneckerSum:
         blocks = [

@@ -73,7 +73,7 @@ class Team:
             result = step()
         except Exception as error:
             failure = error
-        told = None if failure is None else (type(failure).__name__, str(failure))
+        told = None if failure is None else (_kind(failure), str(failure))
         try:
             if failure is not None and not isinstance(failure, _StoppedError):
                 self._leave_notice()
@@ -232,6 +232,12 @@ _ADVICE = {
         "DistributedDataParallel after training, and are made equal by torch.distributed.broadcast of the buffers."
     )
 }
+
+
+def _kind(failure: Exception) -> str:
+    """The name of its type, or of the type among errbar's own that it is a kind of."""
+    names = (kind.__name__ for kind in type(failure).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return next(names, type(failure).__name__)
 
 
 def _error_of(rank: int, kind: str, sentence: str) -> ErrbarError:

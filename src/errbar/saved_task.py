@@ -26,6 +26,7 @@ from errbar.layers import Selection
 from errbar.layerwise import LayerwiseRoute
 from errbar.logits import LogitGaussian
 from errbar.network import Network
+from errbar.norms import norm_layers
 from errbar.saved_sums import Description, Tensors, put_together, read_layers, take_apart
 from errbar.shared import SharedLayer, shared_layers
 from errbar.structures import STRUCTURES, Accumulator, ByDerivative, ByLayer, ByRows, Rows, Sum, Way
@@ -38,6 +39,7 @@ class WayPlan:
     """What `errbar.structures.way` decided: the fields of `Route`, of `LayerwiseRoute`, and the rank of a sketch."""
 
     layers: tuple[LinearLayer, ...] = ()
+    norms: tuple[str, ...] = ()
     factored: bool = False
     identity: bool = False
     inner_size: int = 0
@@ -70,14 +72,20 @@ class SavedWay:
         plan, selection = self.plan, self.selection
         if self.structure == "lowrank":
             return ByRows(network, selection, self.fisher, self.dtype, plan.rank)
-        if self.structure == "kron":
-            shared = [layer for layer in plan.layers if isinstance(layer, SharedLayer)]
-            _require_layers(shared, shared_layers(network, selection))
-            route = LayerwiseRoute.of(selection, self.n_classes, tuple(shared), plan.inner_size, plan.outer_size)
-            return ByLayer(network, route, self.fisher, self.dtype)
-        _require_layers(plan.layers, linear_layers(network, selection))
-        by_layers = Route.of(selection, plan.layers, cheap=plan.factored, identity=plan.identity)
-        return ByDerivative(self.structure, network, selection, by_layers, self.fisher, self.n_classes, self.dtype)
+        if plan.factored:
+            _require_layers(plan.layers, linear_layers(network, selection))
+            route = Route(plan.layers, plan.identity)
+            return ByDerivative(self.structure, network, selection, route, self.fisher, self.n_classes, self.dtype)
+        shared = [layer for layer in plan.layers if isinstance(layer, SharedLayer)]
+        norms = [norm for norm in norm_layers(network, selection) if norm.name in plan.norms]
+        _require_layers(shared, shared_layers(network, selection))
+        _require_none([name for name in plan.norms if name not in {norm.name for norm in norms}])
+        sizes = plan.inner_size, plan.outer_size
+        by_layer = LayerwiseRoute.of(selection, self.n_classes, tuple(shared), tuple(norms), *sizes)
+        if self.structure in ("kron", "diag"):
+            return ByLayer(self.structure, network, selection, by_layer, self.fisher, self.dtype)
+        route = Route((), by_layer=by_layer)
+        return ByDerivative(self.structure, network, selection, route, self.fisher, self.n_classes, self.dtype)
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
         raise self.absent.refusal()
@@ -90,19 +98,25 @@ class SavedWay:
 
 
 def _require_layers(wanted: Sequence[LinearLayer], available: Sequence[LinearLayer]) -> None:
-    missing = [layer.name or "(the model itself)" for layer in wanted if layer not in available]
+    _require_none([layer.name for layer in wanted if layer not in available])
+
+
+def _require_none(missing: Sequence[str]) -> None:
     if missing:
+        names = _listed([name or "(the model itself)" for name in missing])
         raise MismatchError(
-            f"The file was made with the layers {_listed(missing)}, which the model does not have as they were: the "
+            f"The file was made with the layers {names}, which the model does not have as they were: the "
             "weights are the same, the modules around them are not. Give the model of the fit."
         )
 
 
 def plan_of(way: Way) -> WayPlan:
+    by_layer = way.route.by_layer if isinstance(way, ByDerivative) else way.route if isinstance(way, ByLayer) else None
+    if by_layer is not None:
+        norms = tuple(norm.name for norm in by_layer.norms)
+        return WayPlan(by_layer.layers, norms, inner_size=by_layer.inner_size, outer_size=by_layer.outer_size)
     if isinstance(way, ByDerivative):
-        return WayPlan(way.route.layers, factored=way.route.factored, identity=way.route.identity)
-    if isinstance(way, ByLayer):
-        return WayPlan(way.route.layers, inner_size=way.route.inner_size, outer_size=way.route.outer_size)
+        return WayPlan(way.route.layers, factored=True, identity=way.route.identity)
     if isinstance(way, ByRows):
         return WayPlan(rank=int(way.rank))
     assert isinstance(way, SavedWay)
@@ -142,7 +156,7 @@ def read_task(fields: Fields) -> Task:
         raise DamagedFileError(f"{fields.where} has parameters of more than 64 dimensions.")
     if not names or len(set(names)) != len(names) or not 1 <= _size(selection) < 2**50:
         raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
-    plan = _read_plan(fields.part("plan"), selection, structure, n_classes)
+    plan = _read_plan(fields.part("plan"), selection, n_classes)
     products = torch.float64 if precision == "float64" else dtype
     way = SavedWay(plan, network, selection, structure, fisher, n_classes, products)
     return Task(network, selection, structure, way, fisher, n_classes, precision)
@@ -153,10 +167,13 @@ def _size(selection: Selection) -> int:
     return sum(math.prod(shape) for shape in selection.shapes)
 
 
-def _read_plan(fields: Fields, selection: Selection, structure: str, n_classes: int) -> WayPlan:
+def _read_plan(fields: Fields, selection: Selection, n_classes: int) -> WayPlan:
+    factored = fields.flag("factored")
     plan = WayPlan(
-        read_layers(fields.parts("layers"), selection, shared=structure == "kron"),
-        fields.flag("factored"),
+        read_layers(fields.parts("layers"), selection, shared=not factored),
+        # Files of before norms were taken apart do not name any.
+        fields.texts("norms") if "norms" in fields else (),
+        factored,
         fields.flag("identity"),
         fields.whole("inner_size"),
         fields.whole("outer_size"),

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from errbar.capture import Call, Factor, LinearLayer, own_parameters
-from errbar.errors import ModelError
 from errbar.layers import Selection
 from errbar.network import Network
 
@@ -50,8 +49,15 @@ class Part:
 
     def take(self, vectors: Float[Tensor, "*B n"]) -> Float[Tensor, "*B k"]:
         """These entries of flat vectors."""
-        parts = [vectors[..., start:stop] for start, stop in self.spans]
+        parts = [vectors[..., start:stop] for start, stop in self.spans] or [vectors[..., :0]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def put_(self, vectors: Float[Tensor, "*B n"], values: Float[Tensor, "*B k"]) -> None:
+        """Set these entries of flat vectors, in place."""
+        first = 0
+        for start, stop in self.spans:
+            vectors[..., start:stop] = values[..., first : first + stop - start]
+            first += stop - start
 
     def index(self, position: int) -> int:
         """Where an entry of the flat vector lies among these entries."""
@@ -98,11 +104,15 @@ class SharedLayer(LinearLayer):
 
     patches: Patches | None = None
 
-    def accepts(self, call: Call, size: int) -> bool:
-        """Whether the input of a call runs over the samples, and is no single sample without that dimension."""
-        if self.patches is None:
-            return call.inputs.ndim >= 2 and len(call.inputs) == size
-        return call.inputs.ndim == 2 + len(self.patches.padding) // 2 and len(call.inputs) == size
+    def accepts(self, calls: Sequence[Call], size: int) -> bool:
+        """Whether it was called, and every input runs over the samples and is no single one without that dimension."""
+
+        def fits(inputs: Tensor) -> bool:
+            if inputs.is_nested or inputs.ndim < 2 or len(inputs) != size:
+                return False
+            return self.patches is None or inputs.ndim == 2 + len(self.patches.padding) // 2
+
+        return bool(calls) and all(fits(call.inputs) for call in calls)
 
     def inner(self, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "B T p"]:
         """h_t of one call."""
@@ -122,14 +132,9 @@ class SharedLayer(LinearLayer):
         inner = torch.cat([self.inner(call.inputs) for call in calls], 1)
         if derivatives is None:
             return SharedFactor(self, inner, None)
-        return SharedFactor(self, inner, torch.cat([self.outer(part) for part in derivatives], 3))
-
-    def require_accepted(self, calls: Sequence[Call], size: int) -> None:
-        if not calls or not all(self.accepts(call, size) for call in calls):
-            raise ModelError(
-                f"Layer '{self.name}' ran with one input for each sample in the first batch and does something else "
-                "now; expected a model that computes the same function for every batch."
-            )
+        outer = torch.cat([self.outer(part) for part in derivatives], 3)
+        # Under autocast the output, and the derivative by it, has another dtype than the input.
+        return SharedFactor(self, inner, outer).to(torch.promote_types(inner.dtype, outer.dtype))
 
 
 def shared_layers(network: Network, selection: Selection) -> list[SharedLayer]:

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar.block import BlockAccumulator, BlockFactor, BlockSum
+from errbar.capture import UnlikeFirstBatchError
 from errbar.checks import Checks
 from errbar.data import Batch
 from errbar.dense import DenseAccumulator, DenseFactor, DenseSum, weighted_rows
@@ -73,7 +74,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ByDerivative:
-    """Dense, block and diagonal sums of ∂g/∂θ, in factored form or as Jacobians."""
+    """Sums of ∂g/∂θ in factored form, and dense and block ones of Jacobians."""
 
     structure: Structure
     network: Network
@@ -87,7 +88,7 @@ class ByDerivative:
     @property
     def is_per_class(self) -> bool:
         """A last layer alone, which returns the logits themselves, with the `eta` Fisher: see `errbar.per_class`."""
-        return self.structure == "dense" and self.fisher == "eta" and self.route.returns_logits
+        return self.structure == "dense" and self.fisher == "eta" and self.route.identity
 
     def on(self, network: Network) -> ByDerivative:
         return replace(self, network=network)
@@ -109,13 +110,15 @@ class ByDerivative:
 
     def derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
         """The logits and their derivative in the network's own dtype, for some samples at a time."""
-        n = self.selection.n_parameters
-        for part in self.route.chunks(batch, self.network.device, classes=self.n_classes, n_parameters=n):
+        for part in self.route.chunks(batch, self.network.device):
             yield differentiate(self.network, self.selection, self.route, part)
 
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         for mean, derivative in self.derivatives(batch):
-            yield factor.gaussian(mean.to(self.network.dtype), derivative.to(self.dtype))
+            made = factor.gaussian(mean.to(self.network.dtype), derivative.to(self.dtype))
+            # It would otherwise stay until the next one is there.
+            del derivative
+            yield made
 
     def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
         parts = [(mean, derivative.to(self.dtype)) for mean, derivative in self.derivatives(batch)]
@@ -130,7 +133,7 @@ def _require_memory(request: Request | None, structure: Structure, device: torch
 
 
 class _Differentiating:
-    def __init__(self, way: ByDerivative, sums: Any, keep: Rows | None) -> None:
+    def __init__(self, way: ByDerivative | ByLayer, sums: Any, keep: Rows | None) -> None:
         self.way, self.sums, self.keep = way, sums, keep
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
@@ -139,7 +142,9 @@ class _Differentiating:
             self.sums.add(part, derivative)
             logits.append(part)
             if self.keep is not None:
-                self.keep.append(weighted_rows(part, derivative, self.way.fisher, self.way.dtype))
+                self.keep.append(weighted_rows(part, derivative.jacobian(), self.way.fisher, self.way.dtype))
+            # It would otherwise stay until the next one is there.
+            del derivative
         return torch.cat(logits)
 
     def finish(self) -> Any:
@@ -148,9 +153,11 @@ class _Differentiating:
 
 @dataclass(frozen=True, eq=False)
 class ByLayer:
-    """Kronecker sums: the inputs of each layer and the derivatives by its outputs."""
+    """Kronecker and diagonal sums: the inputs of each layer and the derivatives by its outputs."""
 
+    structure: Structure
     network: Network
+    selection: Selection
     route: LayerwiseRoute
     fisher: Fisher
     dtype: torch.dtype
@@ -160,21 +167,40 @@ class ByLayer:
         return replace(self, network=network)
 
     def accumulator(self, keep: Rows | None) -> Accumulator:
-        _require_memory(self.request, "kron", self.network.device)
-        return KroneckerAccumulator(self.network, self.route, self.fisher, self.dtype, self.network.device)
+        device = self.network.device
+        _require_memory(self.request, self.structure, device)
+        if self.structure == "kron":
+            return KroneckerAccumulator(self.network, self.route, self.fisher, self.dtype, device)
+        sums = DiagonalAccumulator(self.route.n_parameters, self.fisher, self.dtype, device)
+        return _Differentiating(self, sums, keep)
 
-    def _derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
-        for part in self.route.chunks(batch, self.network.device):
-            mean, derivative = self.route.differentiate(self.network, part)
-            yield mean.to(self.network.dtype), derivative.to(self.dtype)
+    def derivatives(self, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
+        """The logits and their derivative in the network's own dtype, for some samples at a time."""
+        device = self.network.device
+        for part in self.route.chunks(batch, device):
+            try:
+                made = self.route.differentiate(self.network, part)
+            except UnlikeFirstBatchError:
+                if self.structure == "kron":
+                    raise
+                alone = LayerwiseRoute.of(self.selection, self.route.n_classes, ())
+                for few in alone.chunks(part, device):
+                    yield alone.differentiate(self.network, few)
+                continue
+            yield made
+            del made
 
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
-        for mean, derivative in self._derivatives(batch):
-            yield factor.gaussian(mean, derivative)
+        for mean, derivative in self.derivatives(batch):
+            made = factor.gaussian(mean.to(self.network.dtype), derivative.to(self.dtype))
+            # It would otherwise stay until the next one is there.
+            del derivative
+            yield made
 
     def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
-        means, parts = zip(*self._derivatives(batch), strict=True)
-        return torch.cat(means), factor.joint_covariance(LayerwiseDerivative.concatenated(parts))
+        means, parts = zip(*self.derivatives(batch), strict=True)
+        derivative = LayerwiseDerivative.concatenated(parts).to(self.dtype)
+        return torch.cat(means).to(self.network.dtype), factor.joint_covariance(derivative)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,10 +252,13 @@ def way(
     """
     request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank, size=size)
     if structure == "kron":
-        return ByLayer(network, LayerwiseRoute.plan(network, selection, batch), fisher, dtype, request)
+        by_layer = LayerwiseRoute.plan(network, selection, batch)
+        return ByLayer(structure, network, selection, by_layer, fisher, dtype, request)
     if structure == "lowrank":
         return ByRows(network, selection, fisher, dtype, rank, request)
     route = Route.plan(network, selection, batch)
+    if structure == "diag" and route.by_layer is not None:
+        return ByLayer(structure, network, selection, route.by_layer, fisher, dtype, request)
     return ByDerivative(structure, network, selection, route, fisher, n_classes, dtype, request)
 
 

@@ -19,6 +19,7 @@ from errbar.data import Batch
 from errbar.fisher import Fisher
 from errbar.layers import Selection, layers_that_ran, owner, select
 from errbar.network import Network, as_logits, replicate, run
+from errbar.norms import NormLayer, norm_layers
 from errbar.shared import SharedLayer, shared_layers
 from errbar.workload import Term, Workload
 
@@ -38,7 +39,8 @@ class Survey:
     """What one pass showed: modules in the order in which they last finished, and what ran.
 
     `layers` are the linear layers and convolutions whose parameters are theirs alone, with positions counted in the
-    whole flat vector; `uses` how often each was used for one sample, and `calls` how often it was called.
+    whole flat vector; `uses` how often each was used for one sample, and `calls` how often it was called. `norms` are
+    the norm layers whose parameters are theirs alone.
     """
 
     network: Network
@@ -46,6 +48,7 @@ class Survey:
     order: tuple[str, ...]
     events: tuple[Event, ...]
     layers: tuple[SharedLayer, ...]
+    norms: tuple[NormLayer, ...]
     uses: dict[str, int]
     calls: dict[str, int]
     returning: frozenset[str]
@@ -99,7 +102,18 @@ class Survey:
             device=self.network.device.type,
             rank=rank,
             draws=draws,
+            alone=tuple(self._alone(selection)),
+            widest=max((event.outputs for event in self.tail(selection)), default=0),
         )
+
+    def _alone(self, selection: Selection) -> Iterator[int]:
+        """The sizes of selected tensors that neither a layer nor a norm layer holds."""
+        together = {start for layer in self.layers if layer.name in self.uses for start in _starts(layer)}
+        together |= {start for norm in self.norms for start in _starts(norm)}
+        every = _every(self.network).slices()
+        for name, size in zip(selection.names, selection.sizes, strict=True):
+            if every[name].start not in together:
+                yield size
 
     def _terms(self, selected: set[str]) -> Iterator[Term]:
         for layer in self.layers:
@@ -154,7 +168,13 @@ def survey(network: Network, batch: Batch, *, samples: int = 2) -> Survey:
         if event.module in outputs:
             uses[event.module] = uses.get(event.module, 0) + max(1, event.outputs // outputs[event.module])
     returning = frozenset(name for name, output in returned.items() if output is logits and calls[name] == 1)
-    return Survey(network, logits.shape[1], tuple(order), tuple(events), layers, uses, calls, returning, seconds)
+    norms = tuple(norm for norm in norm_layers(network, _every(network)) if norm.name in calls)
+    return Survey(network, logits.shape[1], tuple(order), tuple(events), layers, norms, uses, calls, returning, seconds)
+
+
+def _starts(layer: SharedLayer | NormLayer) -> set[int]:
+    """Where the weight and the bias that are its own start in the flat vector."""
+    return {start for start in (layer.weight_start, layer.bias_start) if start is not None}
 
 
 def _every(network: Network) -> Selection:

@@ -7,11 +7,10 @@ products leave behind stays in the heap of the process, and is counted as measur
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from errbar import derivative, prediction
+from errbar import derivative, layerwise, prediction
 from errbar.fisher import Fisher
 
 Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
@@ -19,6 +18,8 @@ Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
 # Bytes that a backward pass takes for each sample and seed, as a share of the bytes of all outputs of modules on its
 # way: measured on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
+# What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
+_KEPT_SHARE = {"cpu": 1.3, "cuda": 1.1}
 # Freed pieces above this go back to the system (glibc's largest mmap threshold); smaller ones stay in the heap.
 _RETURNED_BYTES = 2**25
 
@@ -45,7 +46,8 @@ class Workload:
 
     `modules` are the selected parameters of each module, `tensors` the sizes of all selected tensors, `terms` the
     layers that can be taken apart; `tail_bytes` are the outputs of all modules from the first selected one on, for
-    one sample, and `itemsize` that of products.
+    one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
+    the tensors in neither a term nor a norm layer, whose Jacobians are made for each sample by itself.
     """
 
     modules: tuple[tuple[str, int], ...]
@@ -60,6 +62,8 @@ class Workload:
     device: str
     rank: int
     draws: int
+    alone: tuple[int, ...] = ()
+    widest: int = 0
 
     @property
     def n(self) -> int:
@@ -69,6 +73,17 @@ class Workload:
     def rest(self) -> int:
         """Parameters that no term holds."""
         return self.n - sum(term.size for term in self.terms)
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of h_t that one sample has in all layers."""
+        return sum(term.uses * term.width for term in self.terms)
+
+    @property
+    def outer_size(self) -> int:
+        """Numbers of V_t that one sample and logit have in all layers, and of the widest derivative on the way back."""
+        own = sum(term.uses * term.outputs for term in self.terms if not term.returns_logits)
+        return own + self.widest if own or self.rest > sum(self.alone) else 0
 
     @property
     def is_factored(self) -> bool:
@@ -115,7 +130,8 @@ def by_device(values: dict[str, int] | dict[str, float], device: str) -> float:
 
 def drawing_bytes(work: Workload, *, full: bool) -> int:
     """Bytes of Monte Carlo: the draws, a block of samples, and with full covariances B of these in float64."""
-    block = max(by_device(prediction.BLOCK_BYTES, work.device), work.classes * work.draws * work.network_itemsize)
+    one = work.classes * work.draws * work.network_itemsize
+    block = max(one, min(by_device(prediction.BLOCK_BYTES, work.device), work.batch * one))
     draws = work.draws * work.classes * (8 + work.network_itemsize)
     covariances = 4 * 8 * work.classes**2 if full else 4 * 8 * work.classes
     return int(6 * block + draws + work.batch * covariances)
@@ -143,35 +159,42 @@ def row_bytes(work: Workload, samples: int, seeds: int, tensors: tuple[int, ...]
     return each * (sum(sizes) + pieces)
 
 
+def samples_at_a_time(work: Workload, numbers: int) -> int:
+    """Samples whose derivatives, of so many numbers each, are made layer by layer at a time."""
+    return min(work.batch, max(1, layerwise.part_bytes(work.device) // (8 * max(1, numbers))))
+
+
 def jacobian_samples(work: Workload) -> int:
     """Samples whose Jacobians are made at a time."""
-    return min(work.batch, max(1, derivative.JACOBIAN_BYTES // (8 * work.classes * work.n)))
+    limit = int(by_device(derivative.JACOBIAN_BYTES, work.device))
+    by_layer = samples_at_a_time(work, work.inner_size + work.classes * (work.outer_size + work.rest))
+    return min(by_layer, max(1, limit // (8 * work.classes * work.n)))
+
+
+def kept_bytes(work: Workload, samples: int) -> int:
+    """Bytes that a pass with a graph keeps."""
+    return int(samples * by_device(_KEPT_SHARE, work.device) * work.tail_bytes)
+
+
+def by_layer_bytes(work: Workload, samples: int) -> int:
+    """Bytes of derivatives layer by layer: the graph, h_t, V_t, the widest once more, and the rest's columns.
+
+    Where Jacobians of tensors are made for each sample by itself, the backward pass of those.
+    """
+    w, classes = work.network_itemsize, work.classes
+    own = max((t.uses * t.outputs for t in work.terms if not t.returns_logits), default=0)
+    outer = classes * (work.outer_size + 2 * max(own, work.widest) + work.rest)
+    made = samples * (2 * work.inner_size * work.itemsize + outer * w)
+    alone = row_bytes(work, samples, classes, work.alone) + backward_bytes(work, samples, classes) if work.alone else 0
+    return kept_bytes(work, samples) + max(made, alone)
 
 
 def explicit_bytes(work: Workload) -> int:
-    """Bytes of Jacobians in the making: this part's, twice where it is assembled, and the part's before it."""
+    """Bytes of Jacobians in the making: of all layers, and twice those of the largest."""
     samples = jacobian_samples(work)
-    own = samples * work.classes * work.n * work.network_itemsize
-    linear = any(term.plain for term in work.terms)
-    if not linear:
-        return own + row_bytes(work, samples, work.classes) + backward_bytes(work, samples, work.classes)
-    rest = work.n - sum(term.size for term in work.terms if term.plain)
-    if rest == 0:
-        return 4 * own
-    largest = max(term.size for term in work.terms if term.plain) / work.n
-    generic = row_bytes(work, samples, work.classes, _without_plain(work)) + backward_bytes(work, samples, work.classes)
-    return int(2 * own + max(2 * largest * own, generic))
-
-
-def _without_plain(work: Workload) -> tuple[int, ...]:
-    """Sizes of the tensors that no plain linear layer holds."""
-    left = Counter(work.tensors)
-    for term in work.terms:
-        if term.plain:
-            left.subtract(
-                [size for size in (term.outputs * (term.width - 1), term.outputs, term.size) if left[size] > 0]
-            )
-    return tuple(left.elements())
+    each = samples * work.classes * work.network_itemsize
+    largest = max((term.size for term in work.terms), default=0)
+    return each * (work.n + 2 * largest) + by_layer_bytes(work, samples)
 
 
 def explicit_products(work: Workload) -> float:
