@@ -8,6 +8,7 @@ elsewhere too) gives plain Jacobians, each sample by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 
@@ -230,7 +231,7 @@ def _taken_apart(
     truth = pulled_back_by_the_whole_model(network, selection, batch)
     while True:
         trace = _traced(network, batch, layers, norms)
-        checked = _Agreement(trace, *truth)
+        checked = _Agreement.of(trace, (*layers, *norms), *truth)
         kept = tuple(filter(checked.of_layer, layers)), tuple(filter(checked.of_norm, norms))
         if kept == (layers, norms):
             return trace, layers, norms
@@ -239,41 +240,51 @@ def _taken_apart(
 
 @dataclass(frozen=True, eq=False)
 class _Agreement:
-    """Whether v_nᵀJ_n by what was traced is Σ_n v_nᵀJ_n of the whole model, `truth`."""
+    """Whether v_nᵀJ_n by the derivatives of a trace is Σ_n v_nᵀJ_n of the whole model, `truth`.
+
+    There is one seed for each sample: what the others have of its derivative shows inputs that do not run over samples.
+    """
 
     trace: Trace
-    vectors: Float[Tensor, "B M"]
+    seeds: Float[Tensor, "B B M"]
+    derivatives: dict[str, list[Tensor]]
     truth: Float[Tensor, "n"]
     tolerance: float
 
+    @staticmethod
+    def of(
+        trace: Trace,
+        candidates: Sequence[SharedLayer | NormLayer],
+        vectors: Float[Tensor, "B M"],
+        truth: Float[Tensor, "n"],
+        tolerance: float,
+    ) -> _Agreement:
+        size = len(vectors)
+        seeds = torch.eye(size).to(vectors)[:, :, None] * vectors
+        accepted = [layer.name for layer in candidates if layer.accepts(trace.calls[layer.name], size)]
+        try:
+            derivatives = trace.derivatives(accepted, seeds)
+        except RuntimeError:
+            derivatives = {}
+            for name in accepted:
+                # Fails where activations are computed again on the way back, without what the trace has added.
+                with suppress(RuntimeError):
+                    derivatives |= trace.derivatives([name], seeds)
+        return _Agreement(trace, seeds, derivatives, truth, tolerance)
+
     def of_layer(self, layer: SharedLayer) -> bool:
-        calls = self.trace.calls[layer.name]
-        if not layer.accepts(calls, len(self.vectors)):
+        if layer.name not in self.derivatives:
             return False
-        returns_logits = self.trace.returns_logits(layer.name)
-        outer = [self._seeds()] if returns_logits else self._derivatives(layer.name)
-        if outer is None:
-            return False
-        made = layer.factor(calls, outer).to(torch.float64).jacobian()
+        outer = [self.seeds] if self.trace.returns_logits(layer.name) else self.derivatives[layer.name]
+        made = layer.factor(self.trace.calls[layer.name], outer).to(torch.float64).jacobian()
         return self._agrees(made.diagonal().sum(-1), gathered(layer, self.truth))
 
     def of_norm(self, norm: NormLayer) -> bool:
-        if not norm.accepts(self.trace.calls[norm.name], len(self.vectors)):
+        if norm.name not in self.derivatives:
             return False
-        found = self._derivatives(norm.name)
+        made = torch.stack(self.derivatives[norm.name]).sum(0)
         expected = torch.cat([self.truth[start : start + w.stop - w.start] for w, start in norm.spans])
-        return found is not None and self._agrees(torch.stack(found).sum(0).diagonal().sum(-1), expected)
-
-    def _seeds(self) -> Float[Tensor, "B B M"]:
-        """One for each sample: what the others have of its derivative shows inputs that do not run over the samples."""
-        return torch.eye(len(self.vectors)).to(self.vectors)[:, :, None] * self.vectors
-
-    def _derivatives(self, name: str) -> list[Tensor] | None:
-        try:
-            return self.trace.derivatives([name], self._seeds())[name]
-        except RuntimeError:
-            # Such as activations that are computed again on the way back, without what the trace has added.
-            return None
+        return self._agrees(made.diagonal().sum(-1), expected)
 
     def _agrees(self, made: Tensor, expected: Float[Tensor, "..."]) -> bool:
         # A layer with hardly any derivative is compared on the scale of the others: the rest of it is rounding.
