@@ -16,37 +16,37 @@ from torch import Tensor
 
 from errbar.derivative import Derivative
 from errbar.errors import CovarianceError
-from errbar.fisher import Fisher, fisher_diagonal
+from errbar.fisher import Fisher, fisher_diagonal, fisher_root
 from errbar.layerwise import LayerwiseDerivative
 from errbar.logits import DiagonalLogitGaussian, LogitGaussian
 from errbar.memory import require_memory
 from errbar.shared import Part, SharedFactor, gathered, scatter_, shared_factors
 
 
-def _rooted(logits: Float[Tensor, "B M"], columns: Float[Tensor, "B M k"], fisher: Fisher) -> Float[Tensor, "B M k"]:
-    """RᵀJ, R Rᵀ = Λ: the rows √f_m (J_m − J̄) with J̄ = Σ_m f_m J_m; with `eta`, √η_m J_m."""
-    if fisher == "eta":
-        return fisher_diagonal(logits).sqrt().to(columns.dtype)[:, :, None] * columns
-    probability = torch.softmax(logits.double(), 1)
-    mean = probability.to(columns.dtype)[:, None] @ columns
-    return (columns - mean) * probability.sqrt().to(columns.dtype)[:, :, None]
-
-
 def weighted_squares(
     logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M k"], fisher: Fisher
 ) -> Float[Tensor, "B k"]:
-    """The diagonal of JᵀΛJ of each sample, by squares: Σ f J² − J̄² would cancel where the network is sure."""
-    return _rooted(logits, jacobian, fisher).square_().sum(1)
+    """The diagonal of JᵀΛJ of each sample: Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m².
+
+    Not Σ f J² − J̄², which cancels where the network is sure.
+    """
+    if fisher == "eta":
+        weights = fisher_diagonal(logits).to(jacobian.dtype)
+        return (weights[:, None] @ jacobian.square())[:, 0]
+    probability = torch.softmax(logits.double(), 1).to(jacobian.dtype)[:, None]
+    return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
 
 
 def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fisher: Fisher) -> Float[Tensor, "d p"]:
-    """Σ_n diag(JᵀΛJ) of one layer: V is multiplied by the root of Λ before it meets h, where it is small."""
+    """Σ_n diag(JᵀΛJ) of one layer."""
     if factor.outer is None:
         weights = fisher_diagonal(logits).to(factor.inner.dtype)
         return weights.T @ factor.inner[:, 0].square()
-    rows = _rooted(logits, factor.outer.flatten(2), fisher).reshape(factor.outer.shape)
     if factor.is_single:
-        return rows[..., 0].square().sum(1).T @ factor.inner[:, 0].square()
+        return weighted_squares(logits, factor.outer[..., 0], fisher).T @ factor.inner[:, 0].square()
+    # V meets the root of Λ before it meets h: it is smaller than J.
+    root = fisher_root(logits, fisher).to(factor.outer.dtype)
+    rows = (root.mT @ factor.outer.flatten(2)).reshape(factor.outer.shape)
     pieces = SharedFactor(factor.layer, factor.inner, rows).pieces()
     return torch.stack([made.square_().sum((0, 1)) for _, made in pieces]).sum(0)
 
@@ -120,8 +120,9 @@ class DiagonalAccumulator:
         for factor in parts.factors:
             more = diagonal_information(logits, factor.to(self.dtype), self.fisher)
             scatter_(self.values, factor.layer, gathered(factor.layer, self.values) + more)
-        squares = weighted_squares(logits, parts.explicit.to(self.dtype), self.fisher)
-        parts.rest.put_(self.values, parts.rest.take(self.values) + squares.sum(0, dtype=torch.float64))
+        if len(parts.rest):
+            squares = weighted_squares(logits, parts.explicit.to(self.dtype), self.fisher)
+            parts.rest.put_(self.values, parts.rest.take(self.values) + squares.sum(0, dtype=torch.float64))
 
     def finish(self) -> DiagonalSum:
         return DiagonalSum(self.values)
@@ -151,11 +152,11 @@ class DiagonalFactor:
         factors, rest = parts.factors, parts.explicit
         if len(factors) == 1 and factors[0].outer is None and not len(parts.rest):
             return DiagonalLogitGaussian.of(mean, factors[0].output_variance(self._variances(factors[0])))
-        half = rest * parts.rest.take(self.precision).rsqrt().to(rest.dtype)
-        covariance = half @ half.mT
-        for factor in factors:
-            covariance += factor.covariance(self._variances(factor))
-        return LogitGaussian.trusted(mean, covariance)
+        terms = [factor.covariance(self._variances(factor)) for factor in factors]
+        if len(parts.rest):
+            half = rest * parts.rest.take(self.precision).rsqrt().to(rest.dtype)
+            terms.append(half @ half.mT)
+        return LogitGaussian.trusted(mean, torch.as_tensor(sum(terms)))
 
     def joint_covariance(self, derivative: Derivative | LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
         """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64."""
