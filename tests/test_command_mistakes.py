@@ -247,11 +247,36 @@ def test_the_shell_completes_commands() -> None:
     assert result.stdout.split() == ["calibrate"]
 
 
-def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, run: tuple[str, ...] = ("-m", "errbar")) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command += ["-m", "errbar", *arguments]
+    command += [*run, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+LEFT_THREADS = """
+import os, torch, errbar
+from errbar.ranks import job_of_torchrun
+x = torch.randn(8, 4)
+before = len(os.listdir("/proc/self/task"))
+with job_of_torchrun(torch.device("cpu")):
+    posterior = errbar.fit(torch.nn.Linear(4, 3), [x], last_layers=1, prior=errbar.Prior(1.0))
+    during = len(os.listdir("/proc/self/task"))
+open(f"threads-{os.environ['RANK']}", "w").write(f"{during - before} {len(os.listdir('/proc/self/task')) - before}")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_no_thread_of_a_job_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does aborts the process now and then, when the interpreter ends before it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(LEFT_THREADS)
+    result = torchrun(run=("script.py",))
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        during, after = map(int, (tmp_path / f"threads-{rank}").read_text().split())
+        assert during > 0
+        assert after == 0
 
 
 def test_two_processes_fit_what_one_fits_and_one_of_them_speaks(files: Workspace, tmp_path: Path) -> None:

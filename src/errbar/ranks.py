@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,9 @@ class _StoppedError(Exception):
 class Team:
     """The ranks of one call, in which this one is number `rank` of `size`.
 
-    `call` tells one call from all others of the job, for notices in the store.
+    `group` is None for all ranks of the job: a team that held their group would keep its threads alive after the job,
+    and these abort a process that ends meanwhile. `call` tells one call from all others of the job, for notices in the
+    store.
     """
 
     rank: int = 0
@@ -185,7 +188,7 @@ class Team:
         return torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
 
     def _global(self, rank: int) -> int:
-        return int(dist.get_global_rank(self.group, rank))
+        return rank if self.group is None else int(dist.get_global_rank(self.group, rank))
 
     def _call(self, what: str, function: Callable[[], Result]) -> Result:
         """What torch.distributed raises (always a RuntimeError) means that somebody is gone."""
@@ -207,6 +210,7 @@ def team_of(group: Any = None) -> Team:
     is_running = dist.is_available() and dist.is_initialized()
     if group is False or (group is None and not is_running):
         return Team()
+    asked = group
     if group is None:
         group = dist.group.WORLD
     is_group = is_running and isinstance(group, dist.ProcessGroup)
@@ -220,7 +224,7 @@ def team_of(group: Any = None) -> Team:
             f"group is {group!r}; expected None for all ranks of the job, False for this process alone, or a "
             "ProcessGroup of an initialised torch.distributed job."
         )
-    team = Team(dist.get_rank(group), dist.get_world_size(group), group)
+    team = Team(dist.get_rank(group), dist.get_world_size(group), asked)
     if team.is_alone:
         return Team()
     return replace(team, call=team.broadcast(f"{os.getpid()}-{time.monotonic_ns()}"))
@@ -270,6 +274,9 @@ def job_of_torchrun(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         # "cuda" without a number is the GPU of this rank on its machine.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.index is None else device)
+    # Differentiating imports it. Imported during a job, it holds the job's group to the end of the process, and threads
+    # of the group that outlive the interpreter abort it.
+    import_module("torch._dynamo")
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
     except (RuntimeError, ValueError) as error:
