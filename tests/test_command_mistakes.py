@@ -257,7 +257,8 @@ def torchrun(*arguments: str, run: tuple[str, ...] = ("-m", "errbar")) -> subpro
 LEFT_THREADS = """
 import os, torch, errbar
 from errbar.ranks import job_of_torchrun
-x = torch.randn(8, 4)
+torch.manual_seed(0)
+x = torch.randn(8, 4) + int(os.environ["RANK"])
 before = len(os.listdir("/proc/self/task"))
 with job_of_torchrun(torch.device("cpu")):
     posterior = errbar.fit(torch.nn.Linear(4, 3), [x], last_layers=1, prior=errbar.Prior(1.0))
