@@ -96,17 +96,22 @@ def test_millions_of_values_are_refused_before_they_are_made(header: bytes, tmp_
         tracemalloc.stop()
 
 
-def test_a_shape_of_many_dimensions_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
-    """The product of 60 000 dimensions took 25 seconds; half a million fit into a file."""
-    path = tmp_path / "file"
-    make_format_files.posterior("dense").save(path)
+def redescribe(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The same file with another description, and with checksums that fit."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     description = json.loads(header["__metadata__"]["description"])
-    description["parameters"][0]["shape"] = [2**62] * 400_000
+    change(description)
     header["__metadata__"]["description"] = json.dumps(description, separators=(",", ":"))
     path.write_bytes(sealed(json.dumps(header).encode(), data[8 + length :]))
+
+
+def test_a_shape_of_many_dimensions_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
+    """The product of 60 000 dimensions took 25 seconds; half a million fit into a file."""
+    path = tmp_path / "file"
+    make_format_files.posterior("dense").save(path)
+    redescribe(path, lambda description: description["parameters"][0].update(shape=[2**62] * 400_000))
     start = time.monotonic()
     for act in (errbar.info, errbar.verify):
         with pytest.raises(errbar.DamagedFileError, match="more than 64 dimensions"):
@@ -309,3 +314,11 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
         thread.join()
     assert failures == []
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_kronecker_factors_of_layers_that_are_not_taken_apart_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    make_format_files.posterior("kron").save(path)
+    redescribe(path, lambda description: description["plan"].update(factored=True))
+    with pytest.raises(errbar.DamagedFileError, match="describes layers that do not fit its parameters"):
+        errbar.info(path)

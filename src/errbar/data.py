@@ -59,6 +59,11 @@ class Batch:
             labels = labels[start:stop]
         return Batch(part.args, part.kwargs, labels)
 
+    def parts(self, size: int) -> Iterator[Batch]:
+        """The samples in parts of `size`, the last one with what is left."""
+        for start in range(0, len(self), size):
+            yield self.rows(start, min(start + size, len(self)))
+
 
 def to_batch(value: Any, unpack: Unpack | None = None) -> Batch:
     """One batch in whatever form a loader yields it."""

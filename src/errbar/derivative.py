@@ -99,8 +99,7 @@ class Route:
             numbers = self.by_layer.n_classes * self.by_layer.n_parameters
             limit = JACOBIAN_BYTES.get(device.type, JACOBIAN_BYTES["cpu"])
             size = min(max(1, limit // (8 * numbers)), self.by_layer.samples_at_a_time(device))
-        for start in range(0, len(batch), size):
-            yield batch.rows(start, min(start + size, len(batch)))
+        return batch.parts(size)
 
 
 def differentiate(

@@ -135,12 +135,12 @@ class LayerwiseRoute:
 
     def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
         """The batch in parts of so many samples."""
-        return _parts(batch, self.samples_at_a_time(device))
+        return batch.parts(self.samples_at_a_time(device))
 
     def traced(self, network: Network, batch: Batch) -> Iterator[tuple[Batch, Trace]]:
         """The batch in parts, each run through the network, for derivatives of some seeds at a time."""
         numbers = self.inner_size + 2 * self.outer_size + self.n_classes * len(self.rest_part)
-        for part in _parts(batch, _rows(numbers, network.device)):
+        for part in batch.parts(_rows(numbers, network.device)):
             yield part, self._trace(network, part)
 
     def seeds_at_a_time(self, size: int, device: torch.device) -> int:
@@ -194,11 +194,6 @@ class LayerwiseRoute:
             if not layer.accepts(trace.calls[layer.name], len(batch)):
                 raise UnlikeFirstBatchError.of(layer.name)
         return trace
-
-
-def _parts(batch: Batch, size: int) -> Iterator[Batch]:
-    for start in range(0, len(batch), size):
-        yield batch.rows(start, min(start + size, len(batch)))
 
 
 def _rows(numbers: int, device: torch.device) -> int:

@@ -156,7 +156,7 @@ def read_task(fields: Fields) -> Task:
         raise DamagedFileError(f"{fields.where} has parameters of more than 64 dimensions.")
     if not names or len(set(names)) != len(names) or not 1 <= _size(selection) < 2**50:
         raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
-    plan = _read_plan(fields.part("plan"), selection, n_classes)
+    plan = _read_plan(fields.part("plan"), selection, structure, n_classes)
     products = torch.float64 if precision == "float64" else dtype
     way = SavedWay(plan, network, selection, structure, fisher, n_classes, products)
     return Task(network, selection, structure, way, fisher, n_classes, precision)
@@ -167,7 +167,7 @@ def _size(selection: Selection) -> int:
     return sum(math.prod(shape) for shape in selection.shapes)
 
 
-def _read_plan(fields: Fields, selection: Selection, n_classes: int) -> WayPlan:
+def _read_plan(fields: Fields, selection: Selection, structure: str, n_classes: int) -> WayPlan:
     factored = fields.flag("factored")
     plan = WayPlan(
         read_layers(fields.parts("layers"), selection, shared=not factored),
@@ -181,7 +181,8 @@ def _read_plan(fields: Fields, selection: Selection, n_classes: int) -> WayPlan:
     )
     covered = sum(layer.outputs * layer.width for layer in plan.layers)
     lone = len(plan.layers) == 1 and plan.layers[0].outputs == n_classes
-    if (plan.identity and not lone) or (plan.factored and covered != selection.n_parameters):
+    factorable = covered == selection.n_parameters and structure != "kron"
+    if (plan.identity and not lone) or (plan.factored and not factorable):
         raise DamagedFileError(f"{fields.where} describes layers that do not fit its parameters and classes.")
     return plan
 
