@@ -468,7 +468,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_modules_can_be_held_in_the_head() -> None:
     for name, path in MODULES.items():
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 420, name
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, name
 
 
 def test_importing_the_package_needs_no_extra() -> None:
