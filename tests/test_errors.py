@@ -742,6 +742,10 @@ def test_what_cannot_be_fused_as_frames(posterior: errbar.Posterior) -> None:
     repeated = posterior.joint_logits(inputs()[[0, 0]])
     with pytest.raises(errbar.SingularCovarianceError, match=r"covariance R between the frames is singular"):
         errbar.fuse_frames(repeated, raw=True)
+    widths = torch.tensor([1.0, 1e-16, 4.0], dtype=torch.float64)
+    one_is_certain = torch.einsum("ij,mn->imjn", torch.diag(widths), torch.eye(3, dtype=torch.float64))
+    with pytest.raises(errbar.SingularCovarianceError, match=r"contrasts of frame 1 have a variance of 1e-16.*largest"):
+        errbar.fuse_frames(errbar.JointLogits(torch.zeros(3, 3, dtype=torch.float64), one_is_certain))
     certain = errbar.JointLogits(repeated.mean, torch.zeros_like(repeated.covariance))
     with pytest.raises(errbar.SingularCovarianceError, match=r"cannot be weighed against each other"):
         errbar.fuse_frames(certain)

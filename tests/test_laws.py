@@ -7,6 +7,7 @@ error enters and the tolerances stay those of rounding.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import errbar
+from errbar import structures
 
 # The first counterexample says enough; shrinking it would take longer than all the tests.
 law = settings(deadline=None, derandomize=True, max_examples=15, database=None, phases=(Phase.explicit, Phase.generate))
@@ -520,6 +522,138 @@ def test_the_order_of_frames_does_not_matter(seed: int, order: list[int]) -> Non
     first = errbar.fuse_frames(posterior.joint_logits(p.x[:4]))
     second = errbar.fuse_frames(posterior.joint_logits(p.x[order]))
     assert_same_fusion(second, first, 1e-6)
+
+
+STRUCTURES = ["dense", "block", "kron", "lowrank", "diag"]
+
+
+def linear_problem(seed: int, features: int, classes: int, frames: int, dtype: torch.dtype) -> Problem:
+    """One layer without bias, so that the contrasts of C frames have rank (M−1) min(C, features) whatever P is."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Linear(features, classes, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(classes, features, generator=generator, dtype=torch.float64))
+    x = torch.randn(200 + frames, features, generator=generator, dtype=torch.float64).to(dtype)
+    return Problem(model, x, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "eta"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@settings(law, max_examples=6)
+@given(
+    seed=seeds,
+    features=st.integers(1, 4),
+    classes=st.integers(2, 6),
+    frames=st.integers(1, 12),
+    prior=st.sampled_from([1e-5, 1e-2, 6.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@example(seed=1, features=2, classes=4, frames=12, prior=1e-5, dtype=torch.float64)
+@example(seed=1, features=2, classes=4, frames=12, prior=1e-5, dtype=torch.float32)
+def test_frames_are_fused_on_the_range_of_their_features_in_any_order(
+    structure: str, fisher: str, seed: int, features: int, classes: int, frames: int, prior: float, dtype: torch.dtype
+) -> None:
+    """The rank is that of the features; neither the order of frames nor a repetition changes the PMF."""
+    p = linear_problem(seed, features, classes, frames, dtype)
+    posterior = errbar.fit(
+        p.model, [p.x[:200]], last_layers=1, fisher=fisher, structure=structure, prior=errbar.Prior(prior)
+    )
+    x = p.x[200:]
+    fused = errbar.fuse_frames(posterior.joint_logits(x))
+    order = torch.randperm(frames, generator=torch.Generator().manual_seed(seed))
+    pmf = fused.predict(300).pmf
+    for other in (x[order], torch.cat([x[order], x[:2], x[:1]])):
+        again = errbar.fuse_frames(posterior.joint_logits(other))
+        assert again.rank == fused.rank == (classes - 1) * min(frames, features)
+        assert float((again.predict(300).pmf - pmf).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize(("structure", "fisher"), [("kron", "ggn"), ("diag", "ggn"), ("dense", "eta")])
+def test_frames_too_many_for_a_root_are_fused_by_their_covariance(
+    structure: str, fisher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same R and rank; what rounding makes of zero is then relative to R with its common shift."""
+    p = linear_problem(2, 3, 4, 10, torch.float64)
+    posterior = errbar.fit(
+        p.model, [p.x[:200]], last_layers=1, fisher=fisher, structure=structure, prior=errbar.Prior(1e-3)
+    )
+    by_root = posterior.joint_logits(p.x[200:])
+    monkeypatch.setattr(structures, "ROOT_NUMBERS", 0)
+    by_covariance = posterior.joint_logits(p.x[200:])
+    assert by_root.contrast_root is not None
+    assert by_covariance.contrast_root is None
+    assert_close(by_covariance.covariance, by_root.covariance, 1e-12)
+    first, second = errbar.fuse_frames(by_root), errbar.fuse_frames(by_covariance)
+    assert first.rank == second.rank == 9
+    assert_same_fusion(second, first, 1e-6)
+
+
+@law
+@given(seed=seeds, order=st.permutations(list(range(40))), repeats=st.lists(st.integers(0, 39), max_size=3))
+def test_a_spectrum_that_falls_through_the_cut_is_cut_alike_in_any_order(
+    seed: int, order: list[int], repeats: list[int]
+) -> None:
+    """Frames of a smooth network: eigenvalues of R fall by decades, and some are as small as rounding."""
+    p = problem(seed, count=40)
+    posterior = fitted(p, prior=1e-4)
+    x = p.x[:1] + 0.1 * p.x
+    first = errbar.fuse_frames(posterior.joint_logits(x))
+    second = errbar.fuse_frames(posterior.joint_logits(x[[*order, *repeats]]))
+    assert second.rank == first.rank
+    assert float((second.predict(300).pmf - first.predict(300).pmf).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("precision", [None, "float64"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_near_copies_seen_by_a_float32_network_keep_all_their_contrasts(structure: str, precision: str | None) -> None:
+    p = linear_problem(5, 32, 20, 6, torch.float32)
+    x = p.x[200:201] + 1e-2 * p.x[-6:]
+
+    def fused(model: nn.Module, dtype: torch.dtype) -> errbar.LogitGaussian:
+        posterior = errbar.fit(
+            model,
+            [p.x[:200].to(dtype)],
+            last_layers=1,
+            structure=structure,
+            prior=errbar.Prior(6.0),
+            precision=precision,
+        )
+        return errbar.fuse_frames(posterior.joint_logits(x.to(dtype)))
+
+    found = fused(p.model, torch.float32)
+    expected = fused(copy.deepcopy(p.model).double(), torch.float64)
+    assert found.rank == expected.rank == 6 * 19
+    # Logits of the network are good to 1e-6; the weights of frames that differ by 1 % are up to a hundred.
+    assert float((found.predict(300).pmf - expected.predict(300).pmf).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("precision", [None, "float64"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_covariance_between_frames_is_float64_throughout(structure: str, precision: str | None) -> None:
+    """R = J P Jᵀ to the rounding of float64: J = V ⊗ h of float32 numbers V and h must not be rounded again."""
+    p = problem(3, dtype=torch.float32)
+    first, second = p.model[0], p.model[2]  # type: ignore[index]
+    model = nn.Sequential(first, second)
+    posterior = errbar.fit(
+        model, [p.x], last_layers=2, structure=structure, rank=50, prior=errbar.Prior(0.7), precision=precision
+    )
+    joint = posterior.joint_logits(p.x[:3])
+    assert joint.covariance.dtype == torch.float64
+    assert joint.mean.dtype == torch.float32
+    ones = torch.ones(3, 1)
+    with torch.no_grad():
+        inner = [torch.cat([h, ones], 1).double() for h in (p.x[:3], first(p.x[:3]))]
+    terms = [
+        torch.einsum("md,bp->bmdp", V, h)
+        for V, h in zip((second.weight.detach().double(), torch.eye(3).double()), inner, strict=True)
+    ]
+    J = torch.cat([part for term in terms for part in (term[..., :-1].flatten(2), term[..., -1])], 2).flatten(0, 1)
+    # The rows of a sketch are products that the network itself makes, in its own dtype.
+    tolerance = 1e-7 if structure == "lowrank" else 1e-12
+    assert_close(joint.covariance, (J @ posterior.covariance() @ J.T).reshape(3, 3, 3, 3), tolerance)
+    # It is a covariance by the package's own checks, also when it is given by hand beside a float32 mean.
+    given = errbar.JointLogits(joint.mean, joint.covariance)
+    assert given.covariance.dtype == torch.float64
 
 
 # -------------------------------------------------------------------------------------------------- calibration

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -768,6 +769,54 @@ def test_more_contrasts_than_parameters_are_fused_on_the_range(fisher: str) -> N
     fused = errbar.fuse_frames(fitted(case, 1, fisher).joint_logits(frames))
     assert_close(oracle.center(numpy(fused.mean)), mean[None], relative=1e-6)
     assert_close(fused.covariance, P[None], relative=1e-6)
+
+
+@pytest.mark.parametrize("variance", [1e-2, 1e-6, 1e-9])
+def test_a_frame_that_is_nearly_certain_counts_by_the_formula(variance: float) -> None:
+    """One frame far nearer to the origin than the others: correlated with them, and much surer."""
+    generator = np.random.default_rng(3)
+    h = generator.standard_normal((3, 4))
+    h[1] *= np.sqrt(variance)
+    M, x = 3, np.stack([np.kron(np.eye(3), row) for row in h])
+    root = generator.standard_normal((12, 12))
+    P = root @ root.T + np.eye(12)
+    R = np.einsum("imk,kl,jnl->imjn", x, P, x)
+    z = generator.standard_normal((3, M))
+    fused = errbar.fuse_frames(joint(z, (R + R.transpose(2, 3, 0, 1)) / 2))
+    mean, covariance = exact_fusion_of_frames(z, R)
+    # R is rounded to eps of its largest entry, and the surest frame is `variance` of that.
+    tolerance = 1e-13 / variance
+    assert_close(oracle.center(numpy(fused.mean)), mean[None], relative=tolerance)
+    assert_close(fused.covariance, covariance[None], relative=tolerance)
+    assert fused.rank == 6
+
+
+def exact_fusion_of_frames(z: np.ndarray, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The formula of frames for contrasts by Gaussian elimination in fractions of integers: nothing is rounded."""
+    C, M = z.shape
+    B = oracle.contrast_basis(M)
+    contrasts = np.einsum("imjn,ma,nb->iajb", R, B, B).reshape(C * (M - 1), -1)
+    H = [[Fraction(int(i % (M - 1) == a)) for a in range(M - 1)] for i in range(C * (M - 1))]
+    exact = [[Fraction(float(value)) for value in row] for row in contrasts]
+    right = [[*H[i], Fraction(float(value))] for i, value in enumerate((z @ B).reshape(-1))]
+    solved = _solved(exact, right)
+    information = [[sum(H[k][a] * solved[k][b] for k in range(len(H))) for b in range(M)] for a in range(M - 1)]
+    P = _solved(
+        [row[:-1] for row in information], [[Fraction(int(a == b)) for b in range(M - 1)] for a in range(M - 1)]
+    )
+    mean = [sum(P[a][b] * information[b][-1] for b in range(M - 1)) for a in range(M - 1)]
+    covariance = np.array([[float(value) for value in row] for row in P])
+    return B @ np.array([float(value) for value in mean]), B @ covariance @ B.T
+
+
+def _solved(matrix: list[list[Fraction]], right: list[list[Fraction]]) -> list[list[Fraction]]:
+    rows = [[*a, *b] for a, b in zip(matrix, right, strict=True)]
+    for i, pivot in enumerate(rows):
+        rows[i] = pivot = [value / pivot[i] for value in pivot]
+        for j, row in enumerate(rows):
+            if j != i:
+                rows[j] = [value - row[i] * own for value, own in zip(row, pivot, strict=True)]
+    return [row[len(matrix) :] for row in rows]
 
 
 def test_raw_fusion_of_repeated_frames_is_refused() -> None:

@@ -6,6 +6,7 @@ Convention: covariances are symmetric positive semi-definite, `lower` is a lower
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -19,6 +20,8 @@ _FIRST_JITTER = 1e-14
 _MIRRORED_ROWS = 512
 # Numbers that are cast at a time where a float32 product is added to a float64 sum.
 _ADDED_NUMBERS = 2**20
+# Columns of a root, as a multiple of its rows, that are gathered before they are made fewer.
+_GATHERED_WIDTHS = 4
 
 
 def largest_jitter(dtype: torch.dtype) -> float:
@@ -165,6 +168,12 @@ def contrast_basis(classes: int, device: torch.device) -> Float[Tensor, "M M-1"]
     return _helmert(classes).to(device)
 
 
+def class_rotation(classes: int, device: torch.device) -> Float[Tensor, "M M"]:
+    """[E, 1/√M], orthogonal, in float64: coordinates that keep the contrasts and the common shift apart."""
+    shift = torch.full((classes, 1), classes**-0.5, dtype=torch.float64, device=device)
+    return torch.cat([contrast_basis(classes, device), shift], 1)
+
+
 def contrast_covariance(covariance: Float[Tensor, "*B M M"]) -> Float[Tensor, "*B M-1 M-1"]:
     """EᵀPE in float64: the covariance of the contrasts of logits whose covariance is P."""
     basis = contrast_basis(covariance.shape[-1], covariance.device)
@@ -212,12 +221,38 @@ def _require_finite(matrix: Float[Tensor, "p q"], name: str) -> None:
         )
 
 
-def inverse_on_range(covariance: Float[Tensor, "n n"], *, rcond: float) -> tuple[Float[Tensor, "n n"], int]:
-    """The pseudo-inverse from eigenvalues above rcond · max, and how many there are (the rank)."""
-    eigenvalues, vectors = torch.linalg.eigh(symmetric(covariance.double()))
-    kept = eigenvalues > rcond * eigenvalues[-1].clamp_min(0)
-    vectors = vectors[:, kept]
-    return symmetric((vectors / eigenvalues[kept]) @ vectors.mT), int(kept.sum())
+def singular_vectors(
+    matrix: Float[Tensor, "p q"], *, name: str
+) -> tuple[Float[Tensor, "p r"], Float[Tensor, "r"], Float[Tensor, "r q"]]:
+    """U, the singular values, the largest first, and Vᵀ of a matrix U diag(σ) Vᵀ, in float64."""
+    _require_finite(matrix, name)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return left, values, right
+
+
+def root_of_sum(halves: Iterable[Float[Tensor, "s _"]]) -> Float[Tensor, "s k"]:
+    """A with A Aᵀ = Σ_l W_l W_lᵀ and k ≤ s, in float64.
+
+    By orthogonal transformations, which never square a number: rows of A are good to the rounding of their own length,
+    and differences of rows that are nearly the same are kept where A Aᵀ has lost them. Narrow parts are gathered, since
+    each transformation costs as much as a part of s columns.
+    """
+    root: Tensor | None = None
+    waiting: list[Tensor] = []
+    for half in halves:
+        waiting.append(half)
+        if sum(part.shape[1] for part in waiting) >= _GATHERED_WIDTHS * len(half):
+            root = _narrowed(root, waiting)
+            waiting = []
+    return _narrowed(root, waiting)
+
+
+def _narrowed(root: Float[Tensor, "s k"] | None, more: list[Float[Tensor, "s _"]]) -> Float[Tensor, "s k"]:
+    wide = torch.cat([*([] if root is None else [root]), *more], 1)
+    if wide.shape[1] <= len(wide):
+        return wide
+    triangle: Tensor = torch.linalg.qr(wide.mT, mode="r")[1]
+    return triangle.mT
 
 
 def solve_lower(lower: Float[Tensor, "*B n n"], right: Float[Tensor, "*B n k"]) -> Float[Tensor, "*B n k"]:

@@ -158,10 +158,10 @@ class BlockFactor:
         covariance = sum(factor.gaussian(mean, block.restricted(derivative)).covariance for block, factor in parts)
         return LogitGaussian.trusted(mean, _linalg.symmetric(torch.as_tensor(covariance)))
 
-    def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
-        """R_ij = Σ_l J_l(x_i) P_l J_l(x_j)ᵀ for all pairs of frames, in float64."""
-        parts = zip(self.blocks, self.factors, strict=True)
-        return torch.as_tensor(sum(factor.joint_covariance(block.restricted(derivative)) for block, factor in parts))
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
+        """W_l of each block, with Σ_l W_l W_lᵀ = QᵀR Q."""
+        for block, factor in zip(self.blocks, self.factors, strict=True):
+            yield from factor.joint_halves(block.restricted(derivative), rotation)
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P), in the order of the flat vector."""

@@ -92,6 +92,11 @@ class Factor:
             return identity[None, :, :, None] * self.inner[:, None, None, :]
         return self.outer[..., None] * self.inner[:, None, None, :]
 
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> Factor:
+        """This term of the derivative of Qᵀg in place of g."""
+        outer = rotation.mT.expand(len(self.inner), -1, -1) if self.outer is None else rotation.mT @ self.outer
+        return Factor(self.layer, self.inner, outer)
+
     def pulled_back(self, vectors: Float[Tensor, "B M"]) -> Float[Tensor, "d p"]:
         """Σ_n v_nᵀ J_n of this term, without forming J."""
         outer = vectors if self.outer is None else torch.einsum("bm,bmd->bd", vectors, self.outer)

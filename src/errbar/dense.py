@@ -7,6 +7,7 @@ P = (Σ + diag λ)⁻¹, kept as the Cholesky factor of the precision or, after 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -288,15 +289,10 @@ class DenseFactor:
             covariance = self._from_factors(derivative.factors)
         return LogitGaussian.trusted(mean, covariance)
 
-    def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
-        """R_ij = J_i P J_jᵀ for all pairs of frames, in float64.
-
-        Frames are near copies of each other, and what tells them apart is a small difference.
-        """
-        jacobian = derivative.jacobian().double()
-        count, classes, n = jacobian.shape
-        stacked = self._from_jacobian(jacobian.reshape(1, count * classes, n))
-        return stacked.reshape(count, classes, count, classes)
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
+        """W = QᵀJ lower⁻ᵀ of all frames, with W Wᵀ = QᵀR Q; where there is P alone, the precision is factorised."""
+        jacobian = derivative.of_rotated(rotation).jacobian()
+        yield _linalg.solve_lower(self.lower, jacobian.flatten(0, 1).mT).mT
 
     def _from_jacobian(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
         """ZᵀZ with Z = lower⁻¹ Jᵀ: positive semi-definite whatever the rounding."""

@@ -53,6 +53,12 @@ class Derivative:
         explicit = torch.cat([part.jacobian() for part in parts])
         return Derivative(first.n_parameters, first.n_classes, None, explicit)
 
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> Derivative:
+        """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
+        factors = None if self.factors is None else tuple(factor.of_rotated(rotation) for factor in self.factors)
+        explicit = None if self.explicit is None else rotation.mT @ self.explicit
+        return Derivative(self.n_parameters, self.n_classes, factors, explicit)
+
     def to(self, dtype: torch.dtype) -> Derivative:
         factors = None if self.factors is None else tuple(factor.to(dtype) for factor in self.factors)
         explicit = None if self.explicit is None else self.explicit.to(dtype)

@@ -8,6 +8,7 @@ the terms of a sample are summed before they are squared. Prediction is the mirr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -158,9 +159,18 @@ class DiagonalFactor:
             terms.append(half @ half.mT)
         return LogitGaussian.trusted(mean, torch.as_tensor(sum(terms)))
 
+    def joint_halves(
+        self, derivative: Derivative | LayerwiseDerivative, rotation: Float[Tensor, "M M"]
+    ) -> Iterator[Float[Tensor, "CM k"]]:
+        """W_l = QᵀJ_l diag(P)^½ of each layer and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
+        parts = _by_layer(derivative).of_rotated(rotation)
+        yield (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
+        for factor in parts.factors:
+            yield from factor.joint_halves(self._variances(factor))
+
     def joint_covariance(self, derivative: Derivative | LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
-        """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64."""
-        parts = _by_layer(derivative).to(torch.float64)
+        """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64, without W."""
+        parts = _by_layer(derivative)
         size, classes = parts.explicit.shape[:2]
         half = (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
         covariance = (half @ half.T).reshape(size, classes, size, classes)

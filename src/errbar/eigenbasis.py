@@ -8,6 +8,7 @@ Q_G for every input, and P^g stays in that form.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,9 +108,17 @@ class KroneckerFactor:
             covariance += basis.rotated(factor).covariance(basis.variances)
         return LogitGaussian.trusted(mean, covariance)
 
+    def joint_halves(
+        self, derivative: LayerwiseDerivative, rotation: Float[Tensor, "M M"]
+    ) -> Iterator[Float[Tensor, "CM k"]]:
+        """W_l = QᵀJ_l P_l^½ of each layer in its eigenbasis and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
+        derivative = derivative.of_rotated(rotation)
+        yield (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
+        for basis, factor in zip(self.bases, derivative.factors, strict=True):
+            yield from basis.rotated(factor).joint_halves(basis.variances)
+
     def joint_covariance(self, derivative: LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
-        """R_ij = J_i P J_jᵀ for all pairs of frames, in float64."""
-        derivative = derivative.to(torch.float64)
+        """R_ij = J_i P J_jᵀ for all pairs of frames, in float64, without W."""
         half = (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
         size, classes = derivative.explicit.shape[:2]
         covariance = (half @ half.T).reshape(size, classes, size, classes)

@@ -45,6 +45,11 @@ class LayerwiseDerivative:
         self.rest.put_(whole, self.explicit)
         return whole
 
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> LayerwiseDerivative:
+        """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
+        factors = tuple(factor.of_rotated(rotation) for factor in self.factors)
+        return LayerwiseDerivative(self.n_parameters, factors, self.rest, rotation.mT @ self.explicit)
+
     def to(self, dtype: torch.dtype) -> LayerwiseDerivative:
         factors = tuple(factor.to(dtype) for factor in self.factors)
         return LayerwiseDerivative(self.n_parameters, factors, self.rest, self.explicit.to(dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -183,10 +183,21 @@ class DiagonalLogitGaussian(LogitGaussian):
 
 @dataclass(frozen=True, eq=False)
 class JointLogits:
-    """The logits of C frames of one object together: covariance[i, :, j, :] is R_ij = J_i P J_jᵀ."""
+    """The logits of C frames of one object together: covariance[i, :, j, :] is R_ij = J_i P J_jᵀ.
+
+    Frames are near copies of each other, and what tells them apart is a small difference. So the covariance is float64
+    always, also where the network, and the mean, are float32; one that is given in float32 is cast.
+
+    `contrast_root` A, where there is one, has A Aᵀ = EᵀR E for the contrasts of all frames, which R itself does not
+    hold as well: beside a common shift of the logits whose variance is v, its contrasts are rounded to v · eps.
+    `rounding` is that of the numbers in R, `network_rounding` that of the network's outputs and derivatives.
+    """
 
     mean: Float[Tensor, "C M"]
     covariance: Float[Tensor, "C M C M"]
+    contrast_root: Float[Tensor, "C M-1 k"] | None = field(init=False, repr=False, default=None)
+    rounding: float = field(init=False, repr=False, default=torch.finfo(torch.float64).eps)
+    network_rounding: float = field(init=False, repr=False, default=torch.finfo(torch.float64).eps)
 
     def __post_init__(self) -> None:
         _require_logits(self.mean, "mean")
@@ -194,21 +205,64 @@ class JointLogits:
         _require_shape(self.covariance, (frames, classes, frames, classes), self.mean)
         size = frames * classes
         _linalg.require_covariance(self.covariance.reshape(size, size), name="The joint covariance of the frames")
+        object.__setattr__(self, "rounding", torch.finfo(self.covariance.dtype).eps)
+        object.__setattr__(self, "network_rounding", torch.finfo(self.mean.dtype).eps)
+        object.__setattr__(self, "covariance", self.covariance.double())
 
     @staticmethod
-    def trusted(mean: Float[Tensor, "C M"], covariance: Float[Tensor, "C M C M"]) -> JointLogits:
+    def trusted(
+        mean: Float[Tensor, "C M"],
+        covariance: Float[Tensor, "C M C M"],
+        contrast_root: Float[Tensor, "C M-1 k"] | None = None,
+        network_rounding: float | None = None,
+    ) -> JointLogits:
+        """Without the checks, for a float64 covariance that is one by construction."""
         made = object.__new__(JointLogits)
-        object.__setattr__(made, "mean", mean)
-        object.__setattr__(made, "covariance", covariance)
+        own = torch.finfo(mean.dtype).eps if network_rounding is None else network_rounding
+        for name, value in (("mean", mean), ("covariance", covariance), ("contrast_root", contrast_root)):
+            object.__setattr__(made, name, value)
+        object.__setattr__(made, "network_rounding", own)
         return made
+
+    @staticmethod
+    def from_root(mean: Float[Tensor, "C M"], root: Float[Tensor, "CM k"], network_rounding: float) -> JointLogits:
+        """From A with A Aᵀ = QᵀR Q, Q = [E, 1/√M] for every frame: contrasts and shift apart."""
+        frames, classes = mean.shape
+        apart = root.reshape(frames, classes, -1)
+        whole = (_linalg.class_rotation(classes, mean.device) @ apart).flatten(0, 1)
+        covariance = _linalg.symmetric(whole @ whole.mT).reshape(frames, classes, frames, classes)
+        return JointLogits.trusted(mean, covariance, apart[:, :-1], network_rounding)
 
     def __len__(self) -> int:
         return len(self.mean)
 
+    def chosen(self, frames: Sequence[int]) -> JointLogits:
+        """The joint distribution of some of the frames, in this order."""
+        kept = torch.tensor(list(frames), dtype=torch.long, device=self.mean.device)
+        root = None if self.contrast_root is None else self.contrast_root[kept]
+        return self._like(self.mean[kept], self.covariance[kept][:, :, kept], root)
+
+    def calibrated(self, temperature: float, covariance_scale: float) -> JointLogits:
+        """N(z/T, T_c R/T²)."""
+        T, scale = require_temperature(temperature), require_covariance_scale(covariance_scale)
+        root = None if self.contrast_root is None else self.contrast_root * (math.sqrt(scale) / T)
+        return self._like(self.mean / T, self.covariance * (scale / T**2), root)
+
+    def to(self, device: torch.device | str) -> JointLogits:
+        root = None if self.contrast_root is None else self.contrast_root.to(device)
+        return self._like(self.mean.to(device), self.covariance.to(device), root)
+
+    def _like(
+        self, mean: Float[Tensor, "C M"], covariance: Float[Tensor, "C M C M"], root: Float[Tensor, "C M-1 k"] | None
+    ) -> JointLogits:
+        made = JointLogits.trusted(mean, covariance, root, self.network_rounding)
+        object.__setattr__(made, "rounding", self.rounding)
+        return made
+
     def marginals(self) -> LogitGaussian:
         """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
         blocks = self.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return LogitGaussian.trusted(self.mean, blocks.contiguous())
+        return LogitGaussian.trusted(self.mean, blocks.contiguous()).rounded()
 
 
 def require_slice(rows: object) -> None:
@@ -256,8 +310,8 @@ def _require_shape(covariance: Tensor, shape: tuple[int, ...], mean: Tensor) -> 
         raise MismatchError(
             f"The covariance has shape {got}; expected {shape} for a mean of shape {tuple(mean.shape)}."
         )
-    if covariance.dtype != mean.dtype or covariance.device != mean.device:
+    if covariance.dtype not in (mean.dtype, torch.float64) or covariance.device != mean.device:
         raise MismatchError(
             f"The covariance is {covariance.dtype} on {covariance.device} and the mean {mean.dtype} on {mean.device}; "
-            "expected the same for both."
+            "expected the same for both, or a covariance in float64."
         )

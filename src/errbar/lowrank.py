@@ -21,6 +21,7 @@ S and Q are stored in the dtype of products, all sums and all k × k matrices ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -210,12 +211,14 @@ class LowRankFactor:
         """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize), for some inputs whose J has been formed."""
         return LogitGaussian.trusted(mean, self._from_jacobian(derivative.jacobian()))
 
-    def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
-        """R_ij = J_i P J_jᵀ for all pairs of frames, in float64."""
-        jacobian = derivative.jacobian().double()
-        count, classes, n = jacobian.shape
-        stacked = self._from_jacobian(jacobian.reshape(1, count * classes, n))
-        return stacked.reshape(count, classes, count, classes)
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
+        """G and T diag(1 + s)^{−½} of all frames (`_from_jacobian`), whose products add up to QᵀR Q."""
+        rows = derivative.of_rotated(rotation).jacobian().flatten(0, 1)
+        blocks = list(column_blocks(rows.shape[1], len(rows) + len(self.directions), rows.device))
+        explained = self._explained(rows, blocks, rows.dtype)
+        for block in blocks:
+            yield self._rest(rows, explained, block, rows.dtype)
+        yield explained * (1 + self.strengths).rsqrt()
 
     def gaussian_of_batch(self, network: Network, selection: Selection, batch: Batch) -> LogitGaussian:
         """N(ĝ, P^g) of a prepared batch in bounded memory: J of some inputs at a time, or one class after the other."""
@@ -246,16 +249,27 @@ class LowRankFactor:
         rows = jacobian.reshape(-1, n)
         dtype = torch.promote_types(rows.dtype, self.directions.dtype)
         blocks = list(column_blocks(n, len(rows) + len(self.directions), rows.device))
-        explained = torch.zeros(len(rows), len(self.directions), dtype=torch.float64, device=rows.device)
-        for block in blocks:
-            explained += self._scaled(rows, block, dtype) @ self.directions[:, block].to(dtype).T
+        explained = self._explained(rows, blocks, dtype)
         total = torch.zeros(size, classes, classes, dtype=torch.float64, device=rows.device)
         for block in blocks:
-            part, directions = self._scaled(rows, block, dtype), self.directions[:, block].to(dtype)
-            rest = torch.addmm(part, explained.to(dtype), directions, alpha=-1).reshape(size, classes, -1)
+            rest = self._rest(rows, explained, block, dtype).reshape(size, classes, -1)
             total += rest @ rest.mT
         half = (explained * (1 + self.strengths).rsqrt()).reshape(size, classes, -1)
         return _linalg.symmetric(total + half @ half.mT)
+
+    def _explained(self, rows: Float[Tensor, "K n"], blocks: list[slice], dtype: torch.dtype) -> Float[Tensor, "K k"]:
+        """T = J D^{−1/2} Qᵀ, summed in float64."""
+        total = torch.zeros(len(rows), len(self.directions), dtype=torch.float64, device=rows.device)
+        for block in blocks:
+            total += self._scaled(rows, block, dtype) @ self.directions[:, block].to(dtype).T
+        return total
+
+    def _rest(
+        self, rows: Float[Tensor, "K n"], explained: Float[Tensor, "K k"], block: slice, dtype: torch.dtype
+    ) -> Float[Tensor, "K b"]:
+        """Some columns of G = J D^{−1/2} − T Q."""
+        part, directions = self._scaled(rows, block, dtype), self.directions[:, block].to(dtype)
+        return torch.addmm(part, explained.to(dtype), directions, alpha=-1)
 
     def _scaled(self, rows: Float[Tensor, "K n"], block: slice, dtype: torch.dtype) -> Float[Tensor, "K b"]:
         return rows[:, block].to(dtype) * self.scale[block].to(dtype)

@@ -8,6 +8,7 @@ diagonal prior adds none. So P is block-diagonal by class and P^g diagonal, v_m 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -147,9 +148,16 @@ class PerClassFactor:
         variance = packed.contract(self.coefficients(inner.dtype), inner.T.contiguous(), None).T
         return DiagonalLogitGaussian.of(mean, variance.clamp_min(0))
 
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM p"]]:
+        """W_m = Qᵀe_m ⊗ (hᵀ lower_m⁻ᵀ) of each class, with Σ_m W_m W_mᵀ = QᵀR Q."""
+        inner = inner_of(derivative)
+        for row, lower in zip(rotation, self.lower, strict=True):
+            half = _linalg.solve_lower(lower, inner.mT).mT
+            yield (row[None, :, None] * half[:, None, :]).flatten(0, 1)
+
     def joint_covariance(self, derivative: Derivative) -> Float[Tensor, "C M C M"]:
-        """R_ij = diag_m(h_iᵀ P_m h_j), in float64."""
-        inner = inner_of(derivative).double()
+        """R_ij = diag_m(h_iᵀ P_m h_j), in float64, without W."""
+        inner = inner_of(derivative)
         half = _linalg.solve_lower(self.lower, inner.T.expand(len(self.lower), *inner.T.shape))
         return torch.diag_embed((half.mT @ half).permute(1, 2, 0)).permute(0, 2, 1, 3)
 

@@ -85,15 +85,18 @@ class Posterior:
         return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
 
     def joint_logits(self, frames: Any) -> JointLogits:
-        """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion)."""
+        """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion).
+
+        The mean is in the dtype of results; the covariance is float64 always, and so is all that it is made of after
+        the network itself.
+        """
         task = self.information.task
         with plain_execution(task.network.device):
             checks, batch = self._prepared(frames)
-            mean, covariance = task.way.joint(self.factor, batch)
-            require_finite_logits(mean, checks)
+            joint = task.way.joint(self.factor, batch)
+            require_finite_logits(joint.mean, checks)
             checks.finish()
-        T, scale = self.temperature, self.covariance_scale
-        return JointLogits.trusted(mean / T, (covariance * (scale / T**2)).to(mean.dtype))
+        return joint.calibrated(self.temperature, self.covariance_scale)
 
     def predict(self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
         """The PMF of each input of one batch, with its error bars (eq:gmarg); `draws` as in `LogitGaussian.predict`."""

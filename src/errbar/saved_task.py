@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from errbar.capture import LinearLayer, linear_layers
 from errbar.data import Batch
@@ -24,7 +22,7 @@ from errbar.files import Contents
 from errbar.fisher import Fisher
 from errbar.layers import Selection
 from errbar.layerwise import LayerwiseRoute
-from errbar.logits import LogitGaussian
+from errbar.logits import JointLogits, LogitGaussian
 from errbar.network import Network
 from errbar.norms import norm_layers
 from errbar.saved_sums import Description, Tensors, put_together, read_layers, take_apart
@@ -93,7 +91,7 @@ class SavedWay:
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         raise self.absent.refusal()
 
-    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+    def joint(self, factor: Any, batch: Batch) -> JointLogits:
         raise self.absent.refusal()
 
 

@@ -198,6 +198,14 @@ class SharedFactor:
         inner = torch.cat([part.inner for part in parts])
         return SharedFactor(parts[0].layer, inner, torch.cat(outer) if outer else None)
 
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> SharedFactor:
+        """The derivative of Qᵀg in place of g."""
+        if self.outer is None:
+            outer = rotation.mT[None, :, :, None].expand(len(self.inner), -1, -1, 1)
+        else:
+            outer = torch.einsum("mk,bmdt->bkdt", rotation, self.outer)
+        return SharedFactor(self.layer, self.inner, outer)
+
     def rotated(self, outer_basis: Float[Tensor, "d d"], inner_basis: Float[Tensor, "p p"]) -> SharedFactor:
         """J for parameters in other bases: W = outer_basis W̃ inner_basisᵀ."""
         if self.outer is None:
@@ -237,6 +245,20 @@ class SharedFactor:
         deviations = variances.sqrt()
         halves = ((made * deviations).flatten(2) for _, made in self.pieces())
         return torch.cat([half @ half.mT for half in halves])
+
+    def joint_halves(self, variances: Float[Tensor, "d p"]) -> Iterator[Float[Tensor, "BM d"]]:
+        """J diag(√v) of all samples, one row for each logit, the columns of some outputs i or entries a at a time."""
+        assert self.outer is not None
+        deviations = variances.sqrt()
+        if self.is_single:
+            outer = self.outer[..., 0].flatten(0, 1)
+            inner = self.inner[:, 0].repeat_interleave(self.outer.shape[1], 0)
+            for a in range(inner.shape[1]):
+                yield outer * (inner[:, a, None] * deviations[:, a])
+            return
+        outer, p = self.outer, self.inner.shape[2]
+        for i in range(outer.shape[2]):
+            yield (outer[:, :, i] @ self.inner).reshape(-1, p) * deviations[i]
 
     def joint_covariance(self, variances: Float[Tensor, "d p"]) -> Float[Tensor, "B M B M"]:
         """J_i diag(v) J_jᵀ of all pairs of samples."""

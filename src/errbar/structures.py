@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar import _linalg
 from errbar.block import BlockAccumulator, BlockFactor, BlockSum
 from errbar.capture import UnlikeFirstBatchError
 from errbar.checks import Checks
@@ -36,7 +37,7 @@ from errbar.fisher import Fisher
 from errbar.kronecker import KroneckerAccumulator, KroneckerSum
 from errbar.layers import Selection
 from errbar.layerwise import LayerwiseDerivative, LayerwiseRoute
-from errbar.logits import LogitGaussian
+from errbar.logits import JointLogits, LogitGaussian
 from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back
 from errbar.memory import available_bytes, readable
 from errbar.network import Network, require_finite_logits
@@ -46,6 +47,8 @@ from errbar.workload import Structure
 
 STRUCTURES = PREFERENCE
 DEFAULT_RANK = 100
+# Structures that can do without J make a root of the covariance between frames of up to so many numbers.
+ROOT_NUMBERS = 2**26
 
 Sum = DenseSum | PerClassSum | BlockSum | KroneckerSum | LowRankSum | DiagonalSum
 Factor = DenseFactor | PerClassFactor | BlockFactor | KroneckerFactor | LowRankFactor | DiagonalFactor
@@ -67,7 +70,7 @@ class Way(Protocol):
 
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]: ...
 
-    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]: ...
+    def joint(self, factor: Any, batch: Batch) -> JointLogits: ...
 
     def on(self, network: Network) -> Way: ...
 
@@ -120,10 +123,11 @@ class ByDerivative:
             del derivative
             yield made
 
-    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
-        parts = [(mean, derivative.to(self.dtype)) for mean, derivative in self.derivatives(batch)]
-        mean = torch.cat([mean for mean, _ in parts]).to(self.network.dtype)
-        return mean, factor.joint_covariance(Derivative.concatenated([part for _, part in parts]))
+    def joint(self, factor: Any, batch: Batch) -> JointLogits:
+        parts = list(self.derivatives(batch))
+        mean = torch.cat([mean for mean, _ in parts])
+        derivative = Derivative.concatenated([part.to(torch.float64) for _, part in parts])
+        return _joint(factor, mean, derivative, self.network)
 
 
 def _require_memory(request: Request | None, structure: Structure, device: torch.device) -> None:
@@ -197,10 +201,10 @@ class ByLayer:
             del derivative
             yield made
 
-    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+    def joint(self, factor: Any, batch: Batch) -> JointLogits:
         means, parts = zip(*self.derivatives(batch), strict=True)
-        derivative = LayerwiseDerivative.concatenated(parts).to(self.dtype)
-        return torch.cat(means).to(self.network.dtype), factor.joint_covariance(derivative)
+        derivative = LayerwiseDerivative.concatenated(parts).to(torch.float64)
+        return _joint(factor, torch.cat(means), derivative, self.network)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,13 +229,28 @@ class ByRows:
     def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         yield factor.gaussian_of_batch(self.network, self.selection, batch)
 
-    def joint(self, factor: Any, batch: Batch) -> tuple[Float[Tensor, "C M"], Float[Tensor, "C M C M"]]:
+    def joint(self, factor: Any, batch: Batch) -> JointLogits:
         mean = self.network.logits(batch)
         classes = mean.shape[1]
         identity = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(len(mean), classes, classes)
         jacobian = pulled_back(self.network, self.selection, batch, identity)
-        derivative = Derivative(self.selection.n_parameters, classes, None, jacobian)
-        return mean.to(self.network.dtype), factor.joint_covariance(derivative)
+        derivative = Derivative(self.selection.n_parameters, classes, None, jacobian.double())
+        return _joint(factor, mean, derivative, self.network)
+
+
+def _joint(
+    factor: Any, mean: Float[Tensor, "C M"], derivative: Derivative | LayerwiseDerivative, network: Network
+) -> JointLogits:
+    """The logits of several frames together: whatever the dtype of the network, everything after it is float64.
+
+    By a root of R, in contrasts, as long as that can be held or J is made anyway.
+    """
+    rounding = torch.finfo(mean.dtype).eps
+    mean = mean.to(network.dtype)
+    if mean.numel() * derivative.n_parameters > ROOT_NUMBERS and hasattr(factor, "joint_covariance"):
+        return JointLogits.trusted(mean, factor.joint_covariance(derivative), network_rounding=rounding)
+    rotation = _linalg.class_rotation(mean.shape[1], mean.device)
+    return JointLogits.from_root(mean, _linalg.root_of_sum(factor.joint_halves(derivative, rotation)), rounding)
 
 
 def way(

@@ -125,19 +125,18 @@ def study(
 
 def joint_logits(posterior: Posterior, x: Float[Tensor, "F ..."]) -> JointLogits:
     """`posterior.joint_logits` on the CPU: what follows are many small eigenvalue problems, one after the other."""
-    joint = posterior.joint_logits(x)
-    return JointLogits.trusted(joint.mean.cpu(), joint.covariance.cpu())
+    return posterior.joint_logits(x).to("cpu")
 
 
 def first_frames(joint: JointLogits, count: int) -> JointLogits:
     """The joint distribution of the first `count` frames: the blocks R_ij with i, j ≤ count."""
-    return JointLogits.trusted(joint.mean[:count], joint.covariance[:count, :, :count])
+    return joint.chosen(range(count))
 
 
 def with_frame_noise(joint: JointLogits, noise: Float[Tensor, "M M"]) -> JointLogits:
     """R + I ⊗ Σ_e: each frame has a variation of its own beside the error that all share."""
     own = torch.eye(len(joint), dtype=torch.float64)[:, None, :, None] * noise.cpu().double()[None, :, None, :]
-    return JointLogits.trusted(joint.mean, (joint.covariance.double() + own).to(joint.mean.dtype))
+    return JointLogits.trusted(joint.mean, joint.covariance + own)
 
 
 def gaussians(
