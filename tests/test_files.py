@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -469,6 +470,36 @@ def test_information_without_a_model_says_so(day: Path) -> None:
         errbar.condition(merged, errbar.Prior(), model=seeded(normed, FLOAT64))
     with pytest.raises(errbar.FileError, match=r"holds information, not a posterior. Use errbar.merge"):
         errbar.load(day, CASES["dense"].model())
+
+
+@pytest.mark.parametrize(
+    ("structure", "fisher"),
+    [("dense", "ggn"), ("dense", "eta"), ("block", "ggn"), ("kron", "ggn"), ("lowrank", "ggn"), ("diag", "ggn")],
+)
+def test_sites_without_information_are_merged(structure: str, fisher: str, tmp_path: Path) -> None:
+    """A network that is sure of everything: Λ = 0, whatever the data of a site are; only the same file is refused."""
+    model = nn.Linear(4, 3, dtype=FLOAT64)
+    with torch.no_grad():
+        model.weight.copy_(1e6 * torch.eye(3, 4))
+    model.bias.data.zero_()
+    for site in ("here", "there"):
+        x = (
+            torch.eye(3, 4, dtype=FLOAT64)
+            + torch.rand(3, 4, generator=torch.Generator().manual_seed(len(site)), dtype=FLOAT64) * 1e-2
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            information = errbar.collect(model, [x], last_layers=1, structure=structure, fisher=fisher)
+        information.save(tmp_path / site)
+    merged = errbar.merge([tmp_path / "here", tmp_path / "there"])
+    assert merged.n_samples == 6
+    assert not merged.dense().any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = errbar.condition(merged, errbar.Prior(2.0), model=model)
+    torch.testing.assert_close(posterior.covariance(), 0.5 * torch.eye(15, dtype=FLOAT64))
+    with pytest.raises(errbar.MismatchError, match=r"hold the same information, whose data would count twice"):
+        errbar.merge([tmp_path / "here", tmp_path / "here"])
 
 
 def test_what_cannot_be_merged_is_refused(day: Path, tmp_path: Path) -> None:

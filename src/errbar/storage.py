@@ -95,6 +95,8 @@ def merge(paths: Iterable[Path]) -> Information:
                 "merge what Information.save writes."
             )
         digest = _digest_of_sums(contents)
+        if digest is None:
+            digest = os.path.realpath(contents.path)
         if digest in digests:
             raise MismatchError(
                 f"{contents.path} and {digests[digest]} hold the same information, whose data would count twice. "
@@ -137,12 +139,17 @@ def _read(path: Path, *, header_only: bool = False) -> Contents:
     return contents
 
 
-def _digest_of_sums(contents: Contents) -> str:
-    """The same for all files of the same sums, whatever prior, temperature or factors they have beside them."""
+def _digest_of_sums(contents: Contents) -> str | None:
+    """The same for all files of the same sums, whatever prior, temperature or factors they have beside them.
+
+    None where all sums are zero: a network that is sure of everything has no information, whatever the data are.
+    """
+    sums = [tensor for name, tensor in contents.tensors.items() if name.split(".")[0] == "sum"]
+    if not any(bool(tensor.count_nonzero()) for tensor in sums):
+        return None
     digest = hashlib.sha256()
-    for name, tensor in contents.tensors.items():
-        if name.split(".")[0] == "sum":
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    for tensor in sums:
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
