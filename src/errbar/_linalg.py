@@ -6,6 +6,7 @@ Convention: covariances are symmetric positive semi-definite, `lower` is a lower
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -20,6 +21,8 @@ _FIRST_JITTER = 1e-14
 _MIRRORED_ROWS = 512
 # Numbers that are cast at a time where a float32 product is added to a float64 sum.
 _ADDED_NUMBERS = 2**20
+# Vectors and steps of a subspace iteration: enough to tell an eigenvalue that is 5 % above all others.
+_SUBSPACE, _SUBSPACE_STEPS = 8, 8
 # Columns of a root, as a multiple of its rows, that are gathered before they are made fewer.
 _GATHERED_WIDTHS = 4
 
@@ -270,6 +273,47 @@ def solve_lower_transposed(lower: Float[Tensor, "*B n n"], right: Float[Tensor, 
 def inverse_from_cholesky(lower: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"]:
     """(lower lowerᵀ)⁻¹."""
     return torch.cholesky_inverse(lower)
+
+
+@lru_cache(maxsize=8)
+def _signs(n: int) -> Float[Tensor, "n"]:
+    return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+
+
+def signs(n: int, device: torch.device) -> Float[Tensor, "n"]:
+    """A fixed vector s of ±1: for an error E of a sum, |E s|² is |E|² (Frobenius) on average."""
+    return _signs(n).to(device)
+
+
+def error_share(lower: Float[Tensor, "n n"], prior: Float[Tensor, "n"], error: Float[Tensor, "n"]) -> float:
+    """The size of P^½ E P_0^½ for an error E of the information of which E s is known, s the `signs`.
+
+    That is by how much E changes variances, relatively, where the prior decides: what is left of an error in directions
+    that the data decide is small. Twice the root mean square of a row, the norm of a symmetric matrix of independent
+    entries.
+    """
+    half = solve_lower(lower, error[:, None])
+    return 2 * float(half.norm() * prior.reciprocal().mean().sqrt()) / math.sqrt(len(error))
+
+
+def negative_share(lower: Float[Tensor, "*B n n"], prior: Float[Tensor, "*B n"]) -> float:
+    """How far the least eigenvalue of I is below zero, as a share of the prior, where lower lowerᵀ = I + diag λ.
+
+    That is 1 − 1/r, r the largest eigenvalue of diag √λ (I + diag λ)⁻¹ diag √λ: a variance over that of the prior,
+    which no data can make more than one. By subspace iteration, which costs little beside the factorisation and finds
+    at most what there is; 0 where no eigenvalue is below zero.
+    """
+    n = lower.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(n, min(n, _SUBSPACE), generator=generator, dtype=torch.float64).to(lower.device)
+    scale = prior.sqrt()[..., None]
+    basis = torch.linalg.qr(start.expand(*lower.shape[:-1], start.shape[1]))[0]
+    half = solve_lower(lower, scale * basis)
+    for _ in range(_SUBSPACE_STEPS):
+        basis = torch.linalg.qr(scale * solve_lower_transposed(lower, half))[0]
+        half = solve_lower(lower, scale * basis)
+    largest = float(torch.linalg.eigvalsh(half.mT @ half)[..., -1].max())
+    return max(0.0, 1 - 1 / largest)
 
 
 def log_determinant_from_cholesky(lower: Float[Tensor, "*B n n"]) -> float:

@@ -29,13 +29,20 @@ STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
 # One wide layer alone has large sums and narrow products, and is worth more samples a pass.
 STAGED_SAMPLES_OF_BANDS = {"cpu": 4096, "cuda": 16384}
 STAGED_BYTES = 2**28
+# Rows that are cast to float64 at a time, to check the sums of float32 products.
+_CHECKED_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class DenseSum:
-    """Σ_n J_nᵀ Λ_n J_n in float64; additive."""
+    """Σ_n J_nᵀ Λ_n J_n in float64; additive.
+
+    `error` is what rounding of float32 products did to (Σ_n J_nᵀ Λ_n J_n) s, s the `_linalg.signs`, where that is
+    known: not for sums that came from a file.
+    """
 
     matrix: Float[Tensor, "n n"]
+    error: Float[Tensor, "n"] | None = None
 
     def dense(self) -> Float[Tensor, "n n"]:
         return self.matrix.clone()
@@ -45,16 +52,16 @@ class DenseSum:
         return self.matrix.device
 
     def __add__(self, other: DenseSum) -> DenseSum:
-        return DenseSum(self.matrix + other.matrix)
+        return DenseSum(self.matrix + other.matrix, _combined(self.error, other.error, 1))
 
     def __sub__(self, other: DenseSum) -> DenseSum:
-        return DenseSum(self.matrix - other.matrix)
+        return DenseSum(self.matrix - other.matrix, _combined(self.error, other.error, -1))
 
     def __mul__(self, factor: float) -> DenseSum:
-        return DenseSum(self.matrix * factor)
+        return DenseSum(self.matrix * factor, None if self.error is None else self.error * factor)
 
     def to(self, device: torch.device) -> DenseSum:
-        return DenseSum(self.matrix.to(device))
+        return DenseSum(self.matrix.to(device), None if self.error is None else self.error.to(device))
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
@@ -71,6 +78,12 @@ class DenseSum:
         return factor
 
 
+def _combined(
+    first: Float[Tensor, "n"] | None, second: Float[Tensor, "n"] | None, sign: int
+) -> Float[Tensor, "n"] | None:
+    return None if first is None or second is None else first + sign * second
+
+
 class DenseAccumulator:
     """Adds up batches; private to one pass over the data, and the only thing here that changes."""
 
@@ -85,14 +98,24 @@ class DenseAccumulator:
         self.contrasted: set[LinearLayer] = set()
         self.staged: list[tuple[Float[Tensor, "B M M"], tuple[Factor, ...]]] = []
         self.staged_samples = 0
+        # Σ_n J_nᵀ Λ_n J_n s in float64, to compare the sums with; not needed where those are float64 themselves.
+        self.checked = None if dtype == torch.float64 else torch.zeros(n, dtype=torch.float64, device=device)
 
     def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
         if derivative.factors is None:
-            self._add_rows(weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype))
+            rows = weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype)
+            self._add_rows(rows)
+            if self.checked is not None:
+                for few in rows.split(_CHECKED_ROWS):
+                    part = few.double()
+                    self.checked += (part @ _linalg.signs(self.n, self.device)) @ part
             return
         if self.staged and not _same_layers(self.staged[-1][1], derivative.factors):
             self._flush()
-        self.staged.append((fisher_matrix(logits, self.fisher).to(self.dtype), derivative.to(self.dtype).factors or ()))
+        weights = fisher_matrix(logits, self.fisher)
+        if self.checked is not None:
+            _add_applied(self.checked, weights, derivative.factors)
+        self.staged.append((weights.to(self.dtype), derivative.to(self.dtype).factors or ()))
         self.staged_samples += len(logits)
         if self.staged_samples >= self._capacity():
             self._flush()
@@ -106,7 +129,9 @@ class DenseAccumulator:
             _add_block(total, key, self._in_logits(key, self.blocks.pop(key)))
         for key in list(self.bands):
             _add_block(total, key, self._in_logits(key, bands.to_packed(self.bands.pop(key))))
-        return DenseSum(total)
+        if self.checked is None:
+            return DenseSum(total)
+        return DenseSum(total, total @ _linalg.signs(self.n, self.device) - self.checked)
 
     def _zeros(self) -> Float[Tensor, "n n"]:
         return torch.zeros(self.n, self.n, dtype=torch.float64, device=self.device)
@@ -182,6 +207,22 @@ class DenseAccumulator:
             rows = p * (p + 1) // 2 if symmetric else p * q
             self.blocks[key] = torch.zeros(rows, len(weights), dtype=torch.float64, device=self.device)
         packed.add_products(self.blocks[key], weights, left, None if symmetric else right)
+
+
+def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], factors: tuple[Factor, ...]) -> None:
+    """total += Σ_n J_nᵀ Λ_n J_n s in float64, by products with vectors alone."""
+    direction = _linalg.signs(len(total), total.device)
+    wide = [factor.to(torch.float64) for factor in factors]
+    positions = [factor.layer.positions().to(total.device) for factor in factors]
+    moved: Tensor | None = None
+    for factor, where in zip(wide, positions, strict=True):
+        outputs = factor.inner @ direction[where].mT
+        term = outputs if factor.outer is None else (factor.outer @ outputs[:, :, None])[..., 0]
+        moved = term if moved is None else moved + term
+    assert moved is not None
+    pulled = (weights @ moved[:, :, None])[..., 0]
+    for factor, where in zip(wide, positions, strict=True):
+        total[where] += factor.pulled_back(pulled)
 
 
 def weighted_rows(

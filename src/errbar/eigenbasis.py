@@ -66,13 +66,21 @@ class KroneckerFactor:
     """P by the eigenbases of the layers, and by the precisions of all other parameters."""
 
     def __init__(
-        self, n: int, bases: tuple[KroneckerBasis, ...], rest_part: Part, rest: Float[Tensor, "k"], jitter: float
+        self,
+        n: int,
+        bases: tuple[KroneckerBasis, ...],
+        rest_part: Part,
+        rest: Float[Tensor, "k"],
+        jitter: float,
+        negative_share: float = 0.0,
     ) -> None:
         self.n_parameters = n
         self.bases = bases
         self.rest_part = rest_part
         self.rest = rest
         self.jitter = jitter
+        # How far rounding took the information below zero, as a share of the prior, before it was set to zero there.
+        self.negative_share = negative_share
         self._lock = threading.Lock()
         self._cache: dict[torch.dtype, tuple[KroneckerBasis, ...]] = {torch.float64: bases}
 

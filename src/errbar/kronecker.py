@@ -87,8 +87,8 @@ class KroneckerBlock:
     def to(self, device: torch.device) -> KroneckerBlock:
         return KroneckerBlock(self.layer, self.inner.to(device), self.outer.to(device), self.count, self.peak)
 
-    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> tuple[KroneckerBasis, float]:
-        """The eigenbasis of the precision, and the jitter that it needed."""
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> tuple[KroneckerBasis, float, float]:
+        """The eigenbasis of the precision, the jitter that it needed, and how far below zero rounding was."""
         own = gathered(self.layer, prior_precision)
         least, most = float(own.min()), float(own.max())
         if least != most:
@@ -100,10 +100,12 @@ class KroneckerBlock:
         name = f"The Kronecker factors of layer '{self.layer.name}'"
         inner_values, inner_basis = _linalg.eigenvectors(self.inner, name=name)
         outer_values, outer_basis = _linalg.eigenvectors(self.outer, name=name)
-        _, jitter = safe_precision(outer_values[:, None] * inner_values * self.share + least, limit=limit)
+        products = outer_values[:, None] * inner_values * self.share
+        _, jitter = safe_precision(products + least, limit=limit)
         # Sums of squares have no eigenvalues below zero; what rounding leaves there would be taken for certainty.
         information = outer_values.clamp_min(0)[:, None] * inner_values.clamp_min(0) * self.share
-        return KroneckerBasis(self.layer, outer_basis, inner_basis, information + least), jitter
+        basis = KroneckerBasis(self.layer, outer_basis, inner_basis, information + least)
+        return basis, jitter, max(0.0, -float(products.min()) / least)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,12 +167,14 @@ class KroneckerSum:
         )
 
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> KroneckerFactor:
-        pairs = [block.condition(prior_precision, limit) for block in self.blocks]
+        parts = [block.condition(prior_precision, limit) for block in self.blocks]
         rest, jitter = self.rest.values, 0.0
         if len(self.rest_part):
             rest, jitter = safe_precision(rest + self.rest_part.take(prior_precision), limit=limit)
-        jitter = max([jitter, *(own for _, own in pairs)])
-        return KroneckerFactor(self.n_parameters, tuple(basis for basis, _ in pairs), self.rest_part, rest, jitter)
+        jitter = max([jitter, *(own for _, own, _ in parts)])
+        below = max((share for _, _, share in parts), default=0.0)
+        bases = tuple(basis for basis, _, _ in parts)
+        return KroneckerFactor(self.n_parameters, bases, self.rest_part, rest, jitter, below)
 
 
 class KroneckerAccumulator:

@@ -38,7 +38,10 @@ from errbar.ranks import Team, team_of
 from errbar.saved_factors import take_factor_apart
 from errbar.saved_task import SavedInformation, checked_classes, information_record
 from errbar.shards import opened
-from errbar.structures import DEFAULT_RANK, Factor, checked
+from errbar.structures import DEFAULT_RANK, Factor, checked, rounding_share
+
+# Rounding of the information by so much of the prior is announced.
+_NOTICEABLE_ROUNDING = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,7 +341,22 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
             UserWarning,
             stacklevel=2,
         )
+    elif information.dtype != torch.float64:
+        _warn_of_rounding(factor, precision)
     return Posterior(information, prior, factor)
+
+
+def _warn_of_rounding(factor: Factor, precision: Float[Tensor, "n"]) -> None:
+    """Float32 products of samples that are alike round alike, and their errors add up like the samples."""
+    share = rounding_share(factor, precision)
+    if share > _NOTICEABLE_ROUNDING:
+        warnings.warn(
+            f"Rounding of float32 products has changed the information by about {share:.0%} of the prior precision in "
+            "directions that the prior decides, and variances there by as much: many samples are alike, and have "
+            "rounded alike. Use precision='float64' or a larger prior precision.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def jitter_limit(information: Information) -> float:

@@ -30,9 +30,9 @@ _STRIP_BYTES = 2**23
 def reduced(total: Sum, has_data: Sequence[bool], team: Team) -> Sum:
     """Σ over the ranks of the sums of each; `has_data` says which of them have any. A collective call."""
     if isinstance(total, DenseSum):
-        return DenseSum(triangle_summed(total.matrix, team))
+        return _reduced_matrix(total, team)
     if isinstance(total, BlockSum):
-        return BlockSum(total.blocks, tuple(DenseSum(triangle_summed(part.matrix, team)) for part in total.totals))
+        return BlockSum(total.blocks, tuple(_reduced_matrix(part, team) for part in total.totals))
     if isinstance(total, PerClassSum):
         return PerClassSum(total.layer, team.summed(total.totals))
     if isinstance(total, DiagonalSum):
@@ -40,6 +40,11 @@ def reduced(total: Sum, has_data: Sequence[bool], team: Team) -> Sum:
     if isinstance(total, KroneckerSum):
         return _reduced_factors(total, team)
     return _merged_sketches(total, has_data, team)
+
+
+def _reduced_matrix(total: DenseSum, team: Team) -> DenseSum:
+    error = None if total.error is None else team.summed(total.error)
+    return DenseSum(triangle_summed(total.matrix, team), error)
 
 
 def triangle_summed(matrix: Float[Tensor, "n n"], team: Team) -> Float[Tensor, "n n"]:

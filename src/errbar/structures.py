@@ -306,6 +306,25 @@ def structure_that_fits(
     return chosen
 
 
+def rounding_share(factor: Factor, prior_precision: Float[Tensor, "n"]) -> float:
+    """By how much rounding of float32 products has changed variances that the prior decides: a share of them.
+
+    From the error of the sums where that was computed beside them, else from how far an eigenvalue of the information
+    is below zero, where rounding alone can take it. `diag` has no directions in which sums of squares cancel, and of
+    what a sketch leaves out the rounding is not known.
+    """
+    if isinstance(factor, DenseFactor):
+        if factor.total.error is None:
+            return _linalg.negative_share(factor.lower, prior_precision)
+        return _linalg.error_share(factor.lower, prior_precision, factor.total.error)
+    if isinstance(factor, BlockFactor):
+        parts = zip(factor.blocks, factor.factors, strict=True)
+        return max(rounding_share(part, block.part.take(prior_precision)) for block, part in parts)
+    if isinstance(factor, PerClassFactor):
+        return _linalg.negative_share(factor.lower, prior_precision[factor.layer.positions().to(factor.lower.device)])
+    return factor.negative_share if isinstance(factor, KroneckerFactor) else 0.0
+
+
 def checked(gaussians: Iterator[LogitGaussian], checks: Checks) -> Iterator[LogitGaussian]:
     for gaussian in gaussians:
         require_finite_logits(gaussian.mean, checks)
