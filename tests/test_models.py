@@ -122,7 +122,8 @@ def test_results_are_float64_for_float64_models_and_else_float32(dtype: torch.dt
     assert posterior.covariance().dtype == torch.float64
     gaussian, joint = posterior.logits(x), posterior.joint_logits(x[:2])
     for tensor in (gaussian.mean, gaussian.covariance, gaussian.variance, joint.mean, joint.covariance):
-        assert tensor.dtype == out
+        # What tells near copies apart does not survive float32.
+        assert tensor.dtype == (torch.float64 if tensor is joint.covariance else out)
         assert tensor.device == next(model.parameters()).device
         assert not tensor.requires_grad
     prediction = posterior.predict(x, samples=20)
