@@ -1,6 +1,7 @@
 """Progress with time left, for whatever takes longer than a second.
 
-The only place of the package that writes to a terminal while it computes: one line on standard error, rewritten.
+The only place of the package that writes to a terminal while it computes: one line on standard error, rewritten. In a
+notebook it is rewritten too; in a file, which would fill, a new line follows now and then.
 """
 
 from __future__ import annotations
@@ -8,12 +9,26 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
-_SILENT_SECONDS = 1.0
-_REDRAW_SECONDS = 0.1
+
+@dataclass(frozen=True)
+class _Manner:
+    """How to show a line: what comes before it, whether it is rewritten, when first, and how often, in seconds."""
+
+    before: str
+    rewritten: bool
+    first: float
+    again: float
+
+
+_TERMINAL = _Manner("\r\x1b[2K", True, 1.0, 0.1)
+# Front ends of Jupyter know the carriage return, and write over what is there; each line is a message to them.
+_NOTEBOOK = _Manner("\r", True, 1.0, 0.5)
+_FILE = _Manner("", False, 10.0, 10.0)
 
 
 def track(items: Iterable[Item], description: str, *, total: int | None = None, enabled: bool = True) -> Iterator[Item]:
@@ -38,34 +53,34 @@ def track(items: Iterable[Item], description: str, *, total: int | None = None, 
 
 
 class _Line:
-    """One status line on standard error, redrawn at most ten times a second."""
+    """One status line on standard error, as seldom as its manner asks for."""
 
     def __init__(self, description: str, total: int | None) -> None:
         self.description = description
         self.total = total
+        self.manner = _manner()
         self.start = time.monotonic()
-        self.drawn = self.start + _SILENT_SECONDS - _REDRAW_SECONDS
-        self.visible = False
+        self.next = self.start + self.manner.first
+        self.width = 0
         self.done = 0
 
     def show(self, done: int) -> None:
         self.done = done
         now = time.monotonic()
-        if now - self.drawn < _REDRAW_SECONDS:
+        if now < self.next:
             return
-        self.drawn = now
-        self.visible = True
-        self._write(self._text(now - self.start))
+        self.next = now + self.manner.again
+        self._write(self._text(now - self.start), end="" if self.manner.rewritten else "\n")
 
     def finish(self) -> None:
-        if self.visible:
-            self._write(f"{self.description}: done in {_clock(time.monotonic() - self.start)}\n")
-            self.visible = False
+        if self.width:
+            self._write(f"{self.description}: done in {_clock(time.monotonic() - self.start)}", end="\n")
+            self.width = 0
 
     def clear(self) -> None:
-        if self.visible:
-            self._write("")
-            self.visible = False
+        if self.width and self.manner.rewritten:
+            self._write("", end="\r" if self.manner is _NOTEBOOK else "")
+        self.width = 0
 
     def _text(self, elapsed: float) -> str:
         if not self.total:
@@ -76,12 +91,26 @@ class _Line:
         left = _clock(elapsed * (1 - share) / share) if share > 0 else "?"
         return f"{self.description} {bar} {share:4.0%}  {left} left"
 
-    @staticmethod
-    def _write(text: str) -> None:
-        # Where standard error is a file, rewriting a line only fills the file.
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[2K{text}")
-            sys.stderr.flush()
+    def _write(self, text: str, *, end: str) -> None:
+        if sys.stderr is None:
+            return
+        # Spaces cover what is left of a longer line where it cannot be erased.
+        covering = text.ljust(self.width) if self.manner is _NOTEBOOK else text
+        self.width = max(len(text), 1)
+        sys.stderr.write(f"{self.manner.before}{covering}{end}")
+        sys.stderr.flush()
+
+
+def _manner() -> _Manner:
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _TERMINAL
+    return _NOTEBOOK if _in_notebook() else _FILE
+
+
+def _in_notebook() -> bool:
+    """Whether this is the kernel of a notebook: a shell of IPython that has one. IPython is not imported for that."""
+    module = sys.modules.get("IPython")
+    return module is not None and getattr(module.get_ipython(), "kernel", None) is not None
 
 
 def _clock(seconds: float) -> str:
