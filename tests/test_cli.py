@@ -66,7 +66,7 @@ def test_without_its_extra_the_command_says_what_to_install(
         cli.main(["--version"])
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
-    assert "pip install 'errbar[cli]'" in printed
+    assert "pip install '.[cli]' in a clone of errbar" in printed
     assert package in printed
 
 

@@ -228,7 +228,7 @@ def test_without_an_extra_the_sentence_says_what_to_install(
     data, extra = (str(tmp_path / "in.parquet"), "parquet") if package == "pyarrow" else ("pictures", "images")
     result = run("fit", "tiny_net:trained", data, "--last-layers", "1", "-o", str(tmp_path / "out"))
     assert result.code == 1
-    assert f"pip install 'errbar[{extra}]'" in result.err
+    assert f"pip install '.[{extra}]' in a clone of errbar" in result.err
 
 
 # -------------------------------------------------------------------------------------------- processes of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ PUBLIC = {
     "CovarianceError",
     "DamagedFileError",
     "DataError",
+    "DataWarning",
     "ErrbarError",
     "ExportError",
     "FileError",
@@ -477,6 +479,45 @@ def test_importing_the_package_needs_no_extra() -> None:
     script = f"import sys, errbar; print([name for name in {extras!r} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["lightning", "plots", "report", "sklearn"])
+def test_modules_that_need_more_are_attributes_that_are_imported_when_used(name: str) -> None:
+    """As the README writes them, after a mere `import errbar`."""
+    pytest.importorskip({"plots": "errbar", "report": "errbar"}.get(name, name))
+    script = (
+        "import sys, errbar; before = 'errbar.{0}' in sys.modules; listed = '{0}' in dir(errbar); "
+        "print(before, listed, errbar.{0}.__name__, errbar.{0} is sys.modules['errbar.{0}'])"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script.format(name)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert run.stdout.split() == ["False", "True", f"errbar.{name}", "True"]
+
+
+def test_a_module_whose_package_is_missing_says_what_to_install() -> None:
+    script = (
+        "import sys\nfor name in ('sklearn', 'lightning', 'pytorch_lightning'): sys.modules[name] = None\n"
+        "import errbar\n"
+        "for name in ('sklearn', 'lightning'):\n"
+        "    try:\n        getattr(errbar, name)\n"
+        "    except errbar.MissingExtraError as error:\n        print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    first, second = run.stdout.splitlines()
+    assert "pip install '.[sklearn]' in a clone of errbar" in first
+    assert "pip install lightning" in second
+
+
+def test_other_attributes_are_still_missing() -> None:
+    with pytest.raises(AttributeError, match=r"module 'errbar' has no attribute 'plot'"):
+        errbar.plot  # noqa: B018
+
+
+def test_no_message_names_an_installation_that_cannot_work() -> None:
+    """The package is in no index: what is to be typed starts from a clone."""
+    texts = [*SOURCE.rglob("*.py"), *SOURCE.parents[1].glob("README.md"), *SOURCE.parents[1].glob("docs/*.md")]
+    found = [path.name for path in texts if re.search(r"pip install '?errbar", path.read_text(encoding="utf-8"))]
+    assert found == ["errors.py"]  # where the reason is given
 
 
 def test_importing_the_package_says_nothing_and_changes_no_global_state() -> None:

@@ -351,7 +351,9 @@ def test_svhn_is_read_from_a_grid_and_from_matlab(tmp_path: Path) -> None:
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gtsrb(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingExtraError, match=r"signs.webp needs Pillow: pip install 'errbar\[experiments\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"signs.webp needs Pillow, which is not installed: pip install '\.\[experiments\]'"
+    ):
         datasets.read_gtsrb(tmp_path)
     (tmp_path / "test_32x32.mat").touch()
     monkeypatch.setitem(sys.modules, "scipy.io", None)

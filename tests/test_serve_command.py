@@ -136,7 +136,7 @@ def test_what_serving_needs_is_named(missing: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, missing, None)
     result = run("serve")
     assert result.code == 1
-    assert "pip install 'errbar[serve]'" in result.err
+    assert "pip install '.[serve]' in a clone of errbar" in result.err
 
 
 def test_loopback_is_the_default_and_known_by_its_names() -> None:

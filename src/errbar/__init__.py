@@ -6,6 +6,10 @@ prediction = posterior.predict(x)
 prediction.pmf, prediction.covariance, prediction.risk(0.05)
 """
 
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from types import ModuleType as _ModuleType
+
 from errbar import metrics
 from errbar.bets import Alarm
 from errbar.calibration import calibrate
@@ -16,6 +20,7 @@ from errbar.errors import (
     CovarianceError,
     DamagedFileError,
     DataError,
+    DataWarning,
     ErrbarError,
     ExportError,
     FileError,
@@ -53,6 +58,7 @@ __all__ = [
     "CovarianceError",
     "DamagedFileError",
     "DataError",
+    "DataWarning",
     "Decision",
     "ErrbarError",
     "ExportError",
@@ -99,3 +105,20 @@ __all__ = [
     "rank_outliers",
     "verify",
 ]
+
+# Modules that are imported when they are first used, because they need more than the package does: a package that must
+# be installed for that, or none.
+_LATER = {"lightning": ("lightning", "pytorch_lightning"), "plots": (), "report": (), "sklearn": ("sklearn",)}
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """`errbar.plots` and the like after a mere `import errbar`."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'errbar' has no attribute {name!r}")
+    return _import_module(f"errbar.{name}")
+
+
+def __dir__() -> list[str]:
+    """All that is here, with those modules whose packages are installed."""
+    later = [name for name, needs in _LATER.items() if not needs or any(map(_find_spec, needs))]
+    return sorted({*globals(), *later})

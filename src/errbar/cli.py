@@ -17,7 +17,7 @@ import torch
 
 from errbar.commands.named import place_in_user_code, told
 from errbar.commands.wording import in_words_of_commands
-from errbar.errors import ErrbarError, MismatchError, MissingExtraError
+from errbar.errors import ErrbarError, MismatchError, MissingExtraError, how_to_install
 
 if TYPE_CHECKING:
     import typer
@@ -72,7 +72,7 @@ def application() -> "typer.Typer":
         import typer
     except ImportError as missing:
         raise MissingExtraError(
-            f"the command line needs {missing.name}, which is not installed: pip install 'errbar[cli]'."
+            f"the command line needs {missing.name}, which is not installed: {how_to_install('cli')}."
         ) from missing
 
     from errbar.commands import assessing, evaluating, exporting, fitting, predicting, serving

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar.errors import ArgumentError, MissingExtraError
+from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -222,6 +222,6 @@ def new_figure(size: tuple[float, float]) -> Figure:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as missing:
         raise MissingExtraError(
-            "Figures need matplotlib, which is not installed: pip install 'errbar[plots]'."
+            f"Figures need matplotlib, which is not installed: {how_to_install('plots')}."
         ) from missing
     return Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.05))

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import errbar
 from errbar import metrics, plots
 from errbar._progress import track
-from errbar.errors import ArgumentError, MissingExtraError
+from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
 from errbar.experiments.evaluation import contrasting
 from errbar.experiments.networks import paper_network
@@ -32,7 +32,7 @@ try:
     from rich.table import Table
 except ImportError as missing:
     raise MissingExtraError(
-        "The demo prints with rich, which is not installed: pip install 'errbar[demo]'."
+        f"The demo prints with rich, which is not installed: {how_to_install('demo')}."
     ) from missing
 
 _NEXT = """[bold]What to try next[/]
@@ -124,7 +124,7 @@ def load(settings: Settings) -> Digits:
         from sklearn.model_selection import train_test_split
     except ImportError as missing:
         raise MissingExtraError(
-            "The demo needs the digits of scikit-learn, which is not installed: pip install 'errbar[demo]'."
+            f"The demo needs the digits of scikit-learn, which is not installed: {how_to_install('demo')}."
         ) from missing
     images, labels = load_digits(return_X_y=True)
     pixels, truth = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels).long()

@@ -79,3 +79,16 @@ class CalibrationWarning(UserWarning):
 
 class StructureNotice(UserWarning):
     """`structure="auto"` took a structure that is not exact, because the exact one does not fit into memory."""
+
+
+class DataWarning(UserWarning):
+    """Part of the data is ignored that looks as if it mattered, such as a weight for each sample."""
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for an optional dependency. The package is in no index, so `pip install errbar[…]` finds nothing.
+
+    >>> how_to_install("cli")
+    "pip install '.[cli]' in a clone of errbar"
+    """
+    return f"pip install '.[{extra}]' in a clone of errbar"

@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 from errbar.atomic import replacing, require_writable_folder, write_all
 from errbar.capture import LinearLayer
 from errbar.data import Batch
-from errbar.errors import ArgumentError, ExportError, MissingExtraError
+from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_install
 from errbar.export_chain import ChainedNetwork, Linear, Sample, chained, exported, named_inputs
 from errbar.export_graph import Draws, PredictionGraph, head
 from errbar.logits import LogitGaussian
@@ -90,7 +90,7 @@ def checked_path(path: str | os.PathLike[str]) -> str:
             import onnxscript  # noqa: F401
         except ImportError as missing:
             raise MissingExtraError(
-                f"Writing ONNX files needs {missing.name}, which is not installed: pip install 'errbar[export]'."
+                f"Writing ONNX files needs {missing.name}, which is not installed: {how_to_install('export')}."
             ) from missing
     require_writable_folder(path)
     return kind

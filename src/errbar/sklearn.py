@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import errbar
 from errbar.data import Batch
-from errbar.errors import ArgumentError, DataError, LabelError, MissingExtraError, ModelError
+from errbar.errors import ArgumentError, DataError, LabelError, MissingExtraError, ModelError, how_to_install
 from errbar.network import as_logits, run
 from errbar.prediction import require_samples
 
@@ -36,7 +36,7 @@ try:
     from sklearn.utils.validation import check_is_fitted, check_X_y, validate_data
 except ImportError as missing:
     raise MissingExtraError(
-        "errbar.sklearn needs scikit-learn 1.6 or newer, which is not installed: pip install 'errbar[sklearn]'."
+        f"errbar.sklearn needs scikit-learn 1.6 or newer, which is not installed: {how_to_install('sklearn')}."
     ) from missing
 
 # Inputs predicted at a time: the covariances of their logits are all held at once.

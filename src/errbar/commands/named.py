@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from errbar.errors import ArgumentError, ErrbarError, MissingExtraError
+from errbar.errors import ArgumentError, ErrbarError, MissingExtraError, how_to_install
 
 _IN_WORKER = "Original Traceback"
 
@@ -74,7 +74,7 @@ def extra(module: str, purpose: str, package: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as missing:
         raise MissingExtraError(
-            f"{purpose} needs {package}, which is not installed: pip install 'errbar[{name}]'."
+            f"{purpose} needs {package}, which is not installed: {how_to_install(name)}."
         ) from missing
 
 

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from errbar.errors import DataError, LabelError, MissingExtraError
+from errbar.errors import DataError, LabelError, MissingExtraError, how_to_install
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +310,9 @@ def _tiles(path: Path, count: int) -> UInt8[Tensor, "N 3 32 32"]:
     try:
         from PIL import Image
     except ImportError as missing:
-        raise MissingExtraError(f"Reading {path} needs Pillow: pip install 'errbar[experiments]'.") from missing
+        raise MissingExtraError(
+            f"Reading {path} needs Pillow, which is not installed: {how_to_install('experiments')}."
+        ) from missing
     try:
         with Image.open(path) as picture:
             grid = torch.from_numpy(np.array(picture.convert("RGB")))

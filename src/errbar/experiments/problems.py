@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from errbar.errors import ArgumentError, MissingExtraError
+from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 from errbar.experiments import datasets
 from errbar.experiments.networks import Normalise, convolutional_network, paper_network
 from errbar.experiments.problem import PRIORS, Problem, Recipe, Samples, halves
@@ -134,7 +134,7 @@ def digits(folder: Path | None = None, *, quick: bool, device: torch.device) -> 
         from sklearn.datasets import load_digits
     except ImportError as missing:
         raise MissingExtraError(
-            "The digits come with scikit-learn, which is not installed: pip install 'errbar[demo]'."
+            f"The digits come with scikit-learn, which is not installed: {how_to_install('demo')}."
         ) from missing
     images, labels = load_digits(return_X_y=True)
     x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
