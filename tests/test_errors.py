@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import errbar
 from errbar import Prior, metrics
@@ -192,11 +193,53 @@ def test_unpack_that_returns_something_else(unpack: Callable[[Any], Any]) -> Non
         errbar.collect(network(), [inputs()], last_layers=1, unpack=unpack)
 
 
-@pytest.mark.parametrize("x", [[inputs()], (inputs(), labels()), np.zeros((2, 4)), "x", None])
-def test_prediction_takes_one_batch_and_not_a_loader(posterior: errbar.Posterior, x: Any) -> None:
+@pytest.mark.parametrize("x", [np.zeros((2, 4)), "x", None, [], ("a", inputs()), [[1.0, 2.0]]])
+def test_prediction_takes_one_batch_of_a_form_that_can_be_read(posterior: errbar.Posterior, x: Any) -> None:
     for call in (posterior.predict, posterior.logits, posterior.joint_logits, posterior.predict_by_parameters):
-        with pytest.raises(errbar.DataError, match=r"Expected one batch of inputs, a tensor or a mapping"):
+        with pytest.raises(
+            errbar.DataError, match=r"Expected one batch of inputs, a tensor or a mapping.*Pass unpack="
+        ):
             call(x)
+
+
+def test_a_list_of_batches_is_not_a_batch(posterior: errbar.Posterior) -> None:
+    """The second would be taken for labels, and ignored."""
+    for x in ([inputs(), inputs()], (inputs(), inputs()[:3]), [inputs()] * 3):
+        for call in (posterior.predict, posterior.logits, posterior.joint_logits, posterior.predict_by_parameters):
+            with pytest.raises(errbar.DataError, match=r"a list or a tuple is one batch.*unpack=.*pass a DataLoader"):
+                call(x)
+
+
+def test_only_predict_and_logits_take_loaders(posterior: errbar.Posterior) -> None:
+    for data in (DataLoader(TensorDataset(inputs())), TensorDataset(inputs()), iter([inputs()])):
+        for call in (posterior.joint_logits, posterior.predict_by_parameters):
+            with pytest.raises(errbar.DataError, match=r"Expected one batch of inputs, got .*call this once for each"):
+                call(data)
+    for call in (posterior.predict, posterior.logits):
+        with pytest.raises(errbar.DataError, match=r"data are empty: expected at least one batch"):
+            call(iter([]))
+
+
+def test_unpack_that_fails_on_a_batch(posterior: errbar.Posterior) -> None:
+    unpack = {"a dict": lambda batch: ((batch["x"],), {}, None), "three": lambda batch: ((batch[2],), {}, None)}
+    for function in unpack.values():
+        with pytest.raises(
+            errbar.DataError, match=r"unpack\(batch\) failed on a batch of type tuple of \(Tensor, Tensor"
+        ):
+            errbar.collect(network(), [(inputs(), labels())], last_layers=1, unpack=function)
+    kept = errbar.fit(network(), [{"x": inputs()}], last_layers=1, unpack=unpack["a dict"])
+    with pytest.raises(
+        errbar.DataError, match=r"unpack\(batch\) failed .*batches like those of the fit, or pass unpack="
+    ):
+        errbar.calibrate(kept, [(inputs(), labels())])
+    with pytest.raises(errbar.ArgumentError, match=r"unpack is 3; expected a function from a batch"):
+        posterior.predict(inputs(), unpack=3)
+
+
+def test_unpack_that_returns_a_bare_tensor() -> None:
+    """Its rows would be taken for arguments."""
+    with pytest.raises(errbar.DataError, match=r"did not return \(args, kwargs, labels\).*the arguments are a Tensor"):
+        errbar.collect(network(), [(inputs(), labels())], last_layers=1, unpack=lambda batch: (batch[0], {}, batch[1]))
 
 
 def test_an_input_without_its_batch_dimension(posterior: errbar.Posterior) -> None:
@@ -299,8 +342,8 @@ def test_a_softmax_inside_the_model_is_fine() -> None:
         (lambda g: g[:, 0], r"shape \(12,\) for a batch of 12"),
         (lambda g: g[:5], r"shape \(5, 3\) for a batch of 12"),
         (lambda g: g[:, :0], r"shape \(12, 0\) for a batch of 12"),
-        (lambda g: (g, g), r"returned tuple; expected logits of shape \(batch, classes\)"),
-        (lambda g: {"output": g}, r"returned dict; expected logits"),
+        (lambda g: (g, g), r"returned tuple of 2; expected logits of shape \(batch, classes\)"),
+        (lambda g: {"output": g}, r"returned dict with the keys 'output'; expected logits.*output="),
         (lambda g: None, r"returned NoneType; expected logits"),
         (lambda g: g.argmax(1, keepdim=True), r"torch.int64 tensor of shape \(12, 1\).*floating-point"),
     ],

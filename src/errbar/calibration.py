@@ -79,7 +79,7 @@ def calibrate(
         fit: which of "temperature" and "covariance_scale" to fit.
         samples: Monte Carlo draws for the PMF.
         seed: of those draws.
-        unpack: as in `collect`.
+        unpack: as in `collect`; that of the fit unless given.
         group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.
         progress: show progress with the time left.
     """
@@ -88,7 +88,7 @@ def calibrate(
     posterior.require_ready(team)
     start = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
     team.require_same(start | {"objective": objective, "fit": names, "samples": samples, "seed": seed})
-    held_out = _held_out(posterior, data, unpack, progress, team)
+    held_out = _held_out(posterior, data, unpack or posterior.unpack, progress, team)
 
     def search() -> tuple[dict[str, float], dict[str, float]] | None:
         if not team.leads:

@@ -222,7 +222,7 @@ def record(network: Network, names: Sequence[str], batch: Batch, probes: Mapping
     handles = [modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in noted]
     try:
         with torch.no_grad():
-            result = as_logits(run(replica, batch), len(batch))
+            result = as_logits(run(replica, batch), len(batch), network.output)
     finally:
         for handle in handles:
             handle.remove()

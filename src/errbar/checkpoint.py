@@ -29,6 +29,7 @@ from errbar.checks import whole_number
 from errbar.data import Batch
 from errbar.errors import ArgumentError, FileError, MismatchError
 from errbar.files import read, write
+from errbar.network import described_output
 from errbar.saved_task import SavedInformation, information_record, plan_of, read_information
 from errbar.task import Task
 
@@ -141,6 +142,7 @@ def resume(path: Path, task: Task, seen: Seen) -> SavedInformation | None:
         ("structure", task.structure, saved.task.structure),
         ("precision", task.precision, saved.task.precision),
         ("number of classes", task.n_classes, saved.task.n_classes),
+        ("output", described_output(task.network.output), described_output(saved.task.network.output)),
         ("layers or rank", plan_of(task.way), plan_of(saved.task.way)),
     ):
         if now != then:

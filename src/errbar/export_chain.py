@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from errbar.capture import LinearLayer
 from errbar.data import Batch
 from errbar.errors import ExportError
-from errbar.network import Network, replicate
+from errbar.network import Network, Output, picked, replicate
 
 aten = torch.ops.aten
 
@@ -112,19 +112,21 @@ class ChainedNetwork(nn.Module):
 class _Output(nn.Module):
     """The model with its logits as the only output."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, output: Output) -> None:
         super().__init__()
         self.module = module
+        self.output = output
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "B c"]:
-        output = self.module(*args, **kwargs)
-        logits: Tensor = getattr(output, "logits", output)
+        found = picked(self.module(*args, **kwargs), self.output)
+        logits: Tensor = getattr(found, "logits", found)
         return logits
 
 
 def named_inputs(batch: Batch) -> dict[str, Tensor]:
-    """The inputs of a graph by name: "x", or the names that the model is called with."""
-    return dict(zip(["x"], batch.args, strict=False)) | batch.kwargs
+    """The inputs of a graph by name: "x", "x_2", …, or the names that the model is called with."""
+    places = {"x" if place == 1 else f"x_{place}": value for place, value in enumerate(batch.args, start=1)}
+    return places | batch.kwargs
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +164,7 @@ def exported(module: nn.Module, sample: Sample) -> ExportedProgram:
 
 def chained(network: Network, layers: Sequence[LinearLayer], sample: Sample) -> ChainedNetwork:
     """The network as a graph whose batch size is free, with the steps back to the selected `layers`."""
-    module = _Output(replicate(network.module).eval())
+    module = _Output(replicate(network.module).eval(), network.output)
     try:
         # Without operations in place, which would overwrite values that the way back needs.
         program = exported(module, sample).run_decompositions({})

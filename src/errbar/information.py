@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from errbar.checkpoint import DEFAULT_EVERY, Seen, require_checkpoint, resume, store
 from errbar.checks import Checks
-from errbar.data import Batch, Unpack, checked_labels
+from errbar.data import Batch, Unpack, checked_labels, kept_unpack
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
 from errbar.files import write
 from errbar.fisher import Fisher, require_fisher
 from errbar.layers import Selection, require_one_question, select
 from errbar.modes import plain_execution
-from errbar.network import Network, require_finite_logits
+from errbar.network import Network, Output, require_finite_logits
 from errbar.ranks import Team, team_of
 from errbar.reduction import reduced
 from errbar.saved_task import SavedInformation, checked_classes, information_record
 from errbar.shards import opened, probe_of
 from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, structure_that_fits, way
-from errbar.task import Task, product_dtype
+from errbar.task import Task, output_given, product_dtype
 from errbar.workload import Structure
 
 
@@ -144,9 +144,17 @@ class Information:
         """The same information about the same weights in `network`, on `device`."""
         return replace(self, task=self.task.on(network), total=self.total.to(device))
 
-    def with_model(self, model: nn.Module) -> Information:
-        """The same information with the model that it is about; for information that came from a file."""
-        network = Network(model)
+    def with_model(self, model: nn.Module, *, unpack: Unpack | None = None, output: Output = None) -> Information:
+        """The same information with the model that it is about; for information that came from a file.
+
+        `unpack` and `output` as in `collect`: files hold no functions, so a fit that had one has to be given it again.
+        Without `unpack`, batches are read as if the fit had had none.
+        """
+        bound = self.about(Network(model, output_given(self.network.output, output)))
+        return replace(bound, task=bound.task.reading(unpack))
+
+    def about(self, network: Network) -> Information:
+        """The same information about the same weights in `network`; `MismatchError` for other weights."""
         if not network.same_weights(self.network):
             raise MismatchError(
                 "The model has other weights than the information is about: their fingerprints (SHA-256) are "
@@ -168,10 +176,12 @@ class Information:
     def _task_of_both(self, other: Information) -> Task:
         """The task of what two operands make: with the products of the rougher one, and with a model if one has it."""
         with_model = self.task if self.task.has_model else other.task
-        if self.dtype == other.dtype:
-            return with_model
-        rough = min(self.task, other.task, key=lambda task: task.dtype.itemsize)
-        return rough.on(with_model.network) if with_model.has_model and not rough.has_model else rough
+        made = with_model
+        if self.dtype != other.dtype:
+            rough = min(self.task, other.task, key=lambda task: task.dtype.itemsize)
+            made = rough.on(with_model.network) if with_model.has_model and not rough.has_model else rough
+        reading = self.task if self.task.batch_form is not None else other.task
+        return replace(made, unpack=self.task.unpack or other.task.unpack, batch_form=reading.batch_form)
 
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):
@@ -200,6 +210,7 @@ def collect(
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
+    output: Output = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -221,7 +232,9 @@ def collect(
             a `StructureNotice` if that is not exact. See `errbar.structures`, and `errbar.plan` for what each costs.
         rank: of the sketch; for `structure="lowrank"` alone.
         precision: "float64" for products in float64 although the model is not.
-        unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms.
+        unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms. What is
+            made of these data keeps it, and reads later batches with it unless given another.
+        output: where the logits are in what the model returns, if that is more: a position, a key, or a function of it.
         checkpoint: a file that keeps what was done. The same call continues there after an interruption; it is kept
             at the end, and a call with other data, weights or options refuses it. See `errbar.checkpoint`. Each of
             several ranks has a file of its own, with its number at the end of the name.
@@ -240,7 +253,7 @@ def collect(
         kind = require_fisher(fisher)
         require_option("structure", structure, (*STRUCTURES, "auto"))
         require_option("precision", precision, (None, "float64"))
-        return file, kind, Network(model)
+        return file, kind, Network(model, output)
 
     file, kind, network = team.together(checked)
     stream = opened(data, unpack, team, title="Collecting", progress=progress)
@@ -277,7 +290,9 @@ def collect(
                 rank=rank,
                 size=probe.size,
             )
-        return Task(network, selection, taken, chosen, kind, n_classes, precision)  # type: ignore[arg-type]
+        form = None if unpack is None else probe.batch.form
+        kept = kept_unpack(unpack, form)
+        return Task(network, selection, taken, chosen, kind, n_classes, precision, kept, form)  # type: ignore[arg-type]
 
     task = team.together(planned)
     team.require_same(task.facts())

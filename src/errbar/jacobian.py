@@ -24,6 +24,8 @@ RANDOM_IN_EVAL = (
 
 def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
     """J of each sample in the network's own dtype, each from a pass of that sample alone (never O(B²))."""
+    if not batch.can_be_mapped:
+        return _one_by_one(network, selection, batch)
     try:
         return _vectorised(network, selection, batch)
     except RuntimeError as error:
@@ -46,20 +48,12 @@ def quiet_vmap() -> Iterator[None]:
 
 
 def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
-    size = len(batch)
-    tensors: dict[str, Tensor] = {}
-    for index, value in [*enumerate(batch.args), *batch.kwargs.items()]:
-        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
-            tensors[str(index)] = value
-
-    def single(values: dict[str, Tensor], sample: dict[str, Tensor]) -> Float[Tensor, "M"]:
-        args = tuple(sample[str(i)][None] if str(i) in sample else v for i, v in enumerate(batch.args))
-        kwargs = {k: sample[k][None] if k in sample else v for k, v in batch.kwargs.items()}
-        return network.logits(Batch(args, kwargs), values)[0]
+    def single(values: dict[str, Tensor], sample: list[Tensor]) -> Float[Tensor, "M"]:
+        return network.logits(batch.with_sample(sample), values)[0]
 
     # Fused attention kernels have no batching rule for their derivative; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
-        parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), tensors)
+        parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), batch.over_samples())
     return torch.cat([parts[name].flatten(2) for name in selection.names], 2)
 
 

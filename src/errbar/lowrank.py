@@ -336,6 +336,8 @@ def pulled_back(
     network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
 ) -> Float[Tensor, "B c n"]:
     """vᵀJ for c vectors of each sample, by products that go through that sample alone and never form J."""
+    if not batch.can_be_mapped:
+        return _one_by_one(network, selection, batch, vectors)
     try:
         return _vectorised(network, selection, batch, vectors)
     except RuntimeError as error:
@@ -350,21 +352,15 @@ def _vectorised(
 ) -> Float[Tensor, "B c n"]:
     size = len(batch)
     values = selection.values(network.module)
-    tensors: dict[str, Tensor] = {}
-    for index, value in [*enumerate(batch.args), *batch.kwargs.items()]:
-        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
-            tensors[str(index)] = value
 
-    def single(sample: dict[str, Tensor], cotangents: Tensor) -> dict[str, Tensor]:
-        args = tuple(sample[str(i)][None] if str(i) in sample else v for i, v in enumerate(batch.args))
-        kwargs = {k: sample[k][None] if k in sample else v for k, v in batch.kwargs.items()}
-        back = vjp(lambda given: network.logits(Batch(args, kwargs), given)[0], values)[1]
+    def single(sample: list[Tensor], cotangents: Tensor) -> dict[str, Tensor]:
+        back = vjp(lambda given: network.logits(batch.with_sample(sample), given)[0], values)[1]
         gradients: dict[str, Tensor] = vmap(back)(cotangents)[0]
         return gradients
 
     # Fused attention kernels have no batching rule for their derivative; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
-        parts = vmap(single)(tensors, vectors)
+        parts = vmap(single)(batch.over_samples(), vectors)
     rows = vectors.new_empty(size, vectors.shape[1], selection.n_parameters)
     for name, where in selection.slices().items():
         rows[:, :, where] = parts.pop(name).flatten(2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from errbar.checks import Checks
-from errbar.data import Batch
+from errbar.checks import Checks, whole_number
+from errbar.data import Batch, Kept
 from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, WeightsChangedError
+
+# Which part of what a model returns are the logits: a position, a key, a function, or None for all of it.
+Output = int | str | Callable[[Any], Any] | None
 
 _CHANGES_NOTHING = (nn.Identity, nn.Dropout, nn.Flatten)
 _ENDS_IN_PROBABILITIES = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin, nn.Sigmoid, nn.LogSigmoid)
@@ -117,9 +120,13 @@ def fingerprint(module: nn.Module) -> str:
 
 
 class Network:
-    """A model whose weights are known: refuses to run once they have changed."""
+    """A model whose weights are known: refuses to run once they have changed.
 
-    def __init__(self, model: nn.Module) -> None:
+    `output` says where the logits are in what it returns.
+    """
+
+    def __init__(self, model: nn.Module, output: Output = None) -> None:
+        self.output = require_output(output)
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         self.model = model
@@ -155,10 +162,10 @@ class Network:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; the versions are counted anew there."""
-        return {"model": self.model}
+        return {"model": self.model, "output": self.output}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["model"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def require_unchanged(self) -> None:
         """Raise unless every weight is the tensor it was, at the version it had, on the device it was on."""
@@ -199,8 +206,8 @@ class Network:
             return moved.clone() if moved.is_inference() else moved
 
         moved = batch.map(move)
-        for value in (*moved.args, *moved.kwargs.values()):
-            if isinstance(value, Tensor) and value.is_floating_point():
+        for value in moved.tensors():
+            if value.is_floating_point():
                 checks.require(
                     torch.isfinite(value).all(),
                     lambda: DataError(
@@ -212,8 +219,9 @@ class Network:
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""
         if values is None:
-            return as_logits(run(self.replica(), batch), len(batch))
-        return as_logits(functional_call(self.replica(), dict(values), batch.args, batch.kwargs), len(batch))
+            return as_logits(run(self.replica(), batch), len(batch), self.output)
+        returned = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
+        return as_logits(returned, len(batch), self.output)
 
     def execution_order(self, batch: Batch) -> tuple[list[str], Float[Tensor, "B M"]]:
         """Names of the modules in the order in which they last finished, and the logits of the batch.
@@ -246,7 +254,7 @@ class Network:
                 f"The model ends in a {kind} ('{leaves[-1]}'), so it returns probabilities; expected logits. Pass the "
                 f"model without its {kind}."
             )
-        return order, as_logits(output, len(batch))
+        return order, as_logits(output, len(batch), self.output)
 
 
 @contextmanager
@@ -278,20 +286,83 @@ def run(module: nn.Module, batch: Batch) -> Any:
     except (ErrbarError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        given = [f"{tuple(v.shape)} {v.dtype}" for v in (*batch.args, *batch.kwargs.values()) if isinstance(v, Tensor)]
+        given = [f"{tuple(value.shape)} {value.dtype}" for value in batch.tensors()]
         raise DataError(
             f"The model failed on a batch with {', '.join(given)}: {error}. Expected inputs as in training; check "
             "their shape and dtype, or pass unpack= if the batch holds something else."
         ) from error
 
 
-def as_logits(output: Any, size: int) -> Float[Tensor, "B M"]:
-    """The (B, M) logits in a model's output; one logit g is read as the pair (0, g)."""
-    logits = getattr(output, "logits", output)
+def require_output(output: object) -> Output:
+    """What `output=` may be, as a network keeps it."""
+    if output is None or isinstance(output, (str, Kept)):
+        return output
+    position = whole_number(output)
+    if position is not None:
+        return position
+    if not callable(output):
+        raise ArgumentError(
+            f"output is {output!r}; expected where in the model's output the logits are: a position, a key or a "
+            "function of it, or None if it is all of it."
+        )
+    return Kept(output, "output")
+
+
+def described_output(output: Output) -> str:
+    """An `output` in words that can be compared. Of functions it is only known that there is one."""
+    if output is None:
+        return "all of it"
+    return "a function" if callable(output) else f"key {output!r}" if isinstance(output, str) else f"position {output}"
+
+
+def picked(returned: Any, output: Output) -> Any:
+    """The logits in what a model returned; `ModelError` where they are not where `output` says."""
+    if output is None:
+        return getattr(returned, "logits", returned)
+    kind = type(returned).__name__
+    try:
+        if callable(output):
+            return output(returned)
+        if isinstance(output, str):
+            return returned[output] if isinstance(returned, Mapping) else getattr(returned, output)
+        if not isinstance(returned, Tensor):
+            return returned[output] if isinstance(returned, Sequence) else _values(returned)[output]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if callable(output):
+            raise ModelError(
+                f"The function output= failed on what the model returned, {kind} ({type(error).__name__}: {error}); "
+                "expected one that returns the logits."
+            ) from error
+        raise ModelError(
+            f"The model returned {_contents(returned)}, and output={output!r} is not in it; expected the position or "
+            "the key of the logits."
+        ) from error
+    raise ModelError(
+        f"The model returned a tensor of shape {tuple(returned.shape)}, and output={output!r} picks one of several; "
+        "leave output= out, or give a function."
+    )
+
+
+def _values(returned: Any) -> tuple[Any, ...]:
+    """The values of a mapping, in its order; of an output of transformers those that there are."""
+    return tuple(returned.values())
+
+
+def _contents(returned: Any) -> str:
+    kind = type(returned).__name__
+    if isinstance(returned, Mapping):
+        return f"{kind} with the keys {', '.join(map(repr, returned))}"
+    return f"{kind} of {len(returned)}" if isinstance(returned, Sequence) else kind
+
+
+def as_logits(returned: Any, size: int, output: Output = None) -> Float[Tensor, "B M"]:
+    """The (B, M) logits in what a model returned; one logit g is read as the pair (0, g)."""
+    found = picked(returned, output)
+    logits = getattr(found, "logits", found)
     if not isinstance(logits, Tensor):
         raise ModelError(
-            f"The model returned {type(output).__name__}; expected logits of shape (batch, classes), or an object "
-            "with .logits."
+            f"The model returned {_contents(found)}; expected logits of shape (batch, classes), or an object with "
+            ".logits. Say where they are with output=: a position, a key, or a function of what it returns."
         )
     if logits.ndim != 2 or logits.shape[0] != size or logits.shape[1] == 0 or not logits.is_floating_point():
         raise ModelError(

@@ -63,7 +63,9 @@ def outlier_scores(
     require_posterior(posterior)
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     information, variance, suspicion = [], [], []
-    for batch in track(batches(data, unpack), "Scoring", total=count_batches(data), enabled=progress):
+    for batch in track(
+        batches(data, unpack or posterior.unpack), "Scoring", total=count_batches(data), enabled=progress
+    ):
         gaussian = plain.accurate_logits(batch)
         used = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = used.predict(samples, seed)

@@ -23,7 +23,7 @@ from errbar.information import require_option
 from errbar.layers import Selection
 from errbar.memory import readable, usable_bytes
 from errbar.modes import plain_execution
-from errbar.network import Network
+from errbar.network import Network, Output
 from errbar.prediction import require_samples
 from errbar.structure_choice import PREFERENCE
 from errbar.structures import DEFAULT_RANK
@@ -102,6 +102,7 @@ def plan(
     precision: str | None = None,
     samples: int = 1000,
     unpack: Unpack | None = None,
+    output: Output = None,
 ) -> Plan:
     """What each structure would cost for the last r = 1, 2, … layers and for all parameters.
 
@@ -116,13 +117,14 @@ def plan(
         precision: as in `collect`.
         samples: Monte Carlo draws of a prediction.
         unpack: as in `collect`.
+        output: as in `collect`.
     """
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
     draws, directions = require_samples(samples), whole_number(rank)
     if directions is None or directions < 1:
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
-    network = Network(model)
+    network = Network(model, output)
     limit = usable_bytes(network.device) if memory is None else whole_number(memory)
     if limit is None or limit < 1:
         raise ArgumentError(f"memory is {memory!r}; expected a whole number of bytes, 1 or more.")

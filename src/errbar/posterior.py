@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from errbar.checkpoint import DEFAULT_EVERY
 from errbar.checks import Checks
-from errbar.data import Batch, Unpack, input_batch
+from errbar.data import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar.dense import DenseFactor, DenseSum
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 from errbar.export import Example, ExportRequest, checked_outputs, checked_path, checked_thresholds, write_export
@@ -24,7 +24,7 @@ from errbar.files import write
 from errbar.information import Information, accumulate_over, collect
 from errbar.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
 from errbar.modes import plain_execution
-from errbar.network import Network, require_finite_logits
+from errbar.network import Network, Output, require_finite_logits
 from errbar.prediction import (
     GivenSampler,
     Prediction,
@@ -62,6 +62,11 @@ class Posterior:
         return self.information.model
 
     @property
+    def unpack(self) -> KeptUnpack | None:
+        """How batches are read where no other `unpack` is given: that of the fit, or of `load`."""
+        return self.information.task.unpack
+
+    @property
     def jitter(self) -> float:
         """What had to be added to the precision, as a share of its mean diagonal, to factorise it; usually 0."""
         return self.factor.factorisation[1]
@@ -70,46 +75,63 @@ class Posterior:
         """P in float64, without T and T_c."""
         return self.factor.covariance.clone()
 
-    def logits(self, x: Any) -> LogitGaussian:
-        """N(ĝ/T, T_c P^g/T²) for each input of one batch (eq:linearize)."""
-        return self.accurate_logits(x).rounded()
+    def logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """N(ĝ/T, T_c P^g/T²) for each input (eq:linearize); `x` and `unpack` as in `predict`."""
+        return self.accurate_logits(x, unpack=unpack).rounded()
 
-    def accurate_logits(self, x: Any) -> LogitGaussian:
+    def accurate_logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
 
         The common shift of the logits can have a variance that is orders of magnitude above that of the contrasts;
         what is sampled is therefore taken before the covariance is rounded to the dtype of results.
         """
+        if is_stream(x):
+            stream = input_batches(x, unpack or self.unpack)
+            return LogitGaussian.concatenated([self.accurate_logits(batch) for batch in stream])
         task = self.information.task
         with plain_execution(task.network.device):
-            checks, batch = self._prepared(x)
+            checks, batch = self._prepared(x, unpack)
             parts = list(checked(task.way.gaussians(self.factor, batch), checks))
             checks.finish()
         return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
 
-    def joint_logits(self, frames: Any) -> JointLogits:
+    def joint_logits(self, frames: Any, *, unpack: Unpack | None = None) -> JointLogits:
         """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion).
 
-        The mean is in the dtype of results; the covariance is float64 always, and so is all that it is made of after
-        the network itself.
+        `frames` are one batch; `unpack` as in `predict`. The mean is in the dtype of results; the covariance is float64
+        always, and so is all that it is made of after the network itself.
         """
         task = self.information.task
         with plain_execution(task.network.device):
-            checks, batch = self._prepared(frames)
+            checks, batch = self._prepared(frames, unpack)
             joint = task.way.joint(self.factor, batch)
             require_finite_logits(joint.mean, checks)
             checks.finish()
         return joint.calibrated(self.temperature, self.covariance_scale)
 
-    def predict(self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
-        """The PMF of each input of one batch, with its error bars (eq:gmarg); `draws` as in `LogitGaussian.predict`."""
-        return self.accurate_logits(x).predict(samples, seed, draws=draws)
+    def predict(
+        self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random", unpack: Unpack | None = None
+    ) -> Prediction:
+        """The PMF of each input, with its error bars (eq:gmarg).
 
-    def _prepared(self, x: Any) -> tuple[Checks, Batch]:
+        Args:
+            x: one batch: a tensor, a mapping, or a list or tuple (x, …), of which labels are ignored. Or a DataLoader,
+                a Dataset or an iterator of batches, whose inputs are put one after the other; what is made of all of
+                them is held, not they themselves.
+            samples: Monte Carlo draws.
+            seed: of those draws.
+            draws: as in `LogitGaussian.predict`.
+            unpack: a function from a batch to (args, kwargs, labels), which are ignored. Unless given, that of the fit
+                reads batches like those of the fit, and lists and tuples always, from which the labels at the end may
+                be missing. A tensor or a mapping that it cannot take is what the model itself takes.
+        """
+        return self.accurate_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
+
+    def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
         network = self.information.network
         network.require_unchanged()
         checks = Checks(network.device)
-        return checks, network.prepare(input_batch(x), checks)
+        return checks, network.prepare(input_batch(x, unpack or self.unpack), checks)
 
     def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
@@ -124,10 +146,13 @@ class Posterior:
         normal = standard_normal(require_samples(samples), self.information.n_parameters, seed, center)
         return center + math.sqrt(scale) * self.factor.sample(normal)
 
-    def predict_by_parameters(self, x: Any, samples: int = 100, seed: int = 0) -> Prediction:
+    def predict_by_parameters(
+        self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None
+    ) -> Prediction:
         """The expensive alternative: θ⁽ᵏ⁾ ~ N(θ̂, T_c P), f⁽ᵏ⁾ = softmax(g(x; θ⁽ᵏ⁾)/T) by the whole network (eq:genMC).
 
-        The reference that the delta method is compared with: nothing is linearised here.
+        The reference that the delta method is compared with: nothing is linearised here. `x` is one batch; `unpack` as
+        in `predict`.
         """
         network, selection = self.information.network, self.information.selection
         network.require_unchanged()
@@ -135,7 +160,7 @@ class Posterior:
         dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
         with plain_execution(network.device):
             checks = Checks(network.device)
-            batch = network.prepare(input_batch(x), checks)
+            batch = network.prepare(input_batch(x, unpack or self.unpack), checks)
             network.logits(batch)  # an input that the model cannot take is reported by this call
             drawn = []
             for vector in vectors:
@@ -149,12 +174,12 @@ class Posterior:
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
 
-        θ̂ does not move: the model is not trained on these data, only their information counts. `group` as in `collect`;
-        several ranks together always refactorise.
+        θ̂ does not move: the model is not trained on these data, only their information counts. `unpack` is that of the
+        fit unless given; `group` as in `collect`; several ranks together always refactorise.
         """
         team = team_of(group)
         self.require_ready(team)
-        few, stream = self._few(opened(data, unpack, team), team)
+        few, stream = self._few(opened(data, unpack or self.unpack, team), team)
         rows: list[Tensor] | None = [] if few else None
         information = self.information + accumulate_over(team, self.information.task, stream, rows)
         if rows is None or not isinstance(self.factor, DenseFactor):
@@ -167,11 +192,11 @@ class Posterior:
 
         This is not unlearning: θ̂ was estimated with these data and does not move; only their information is taken
         out of the covariance. Always in information form, because the check that the data had been seen (no
-        negative eigenvalue may remain) costs as much as the factorisation. `group` as in `collect`.
+        negative eigenvalue may remain) costs as much as the factorisation. `unpack` and `group` as in `update`.
         """
         team = team_of(group)
         self.require_ready(team)
-        gone = accumulate_over(team, self.information.task, opened(data, unpack, team))
+        gone = accumulate_over(team, self.information.task, opened(data, unpack or self.unpack, team))
         return self._with_information(self.information - gone)
 
     def require_ready(self, team: Team) -> None:
@@ -229,7 +254,7 @@ class Posterior:
         target = torch.empty(0, device=device).device
         network = self.information.network
         at_home = next(network.module.parameters()).device == target
-        moved = Network(network.model if at_home else copy.deepcopy(network.module).to(target))
+        moved = Network(network.model if at_home else copy.deepcopy(network.module).to(target), network.output)
         if not moved.same_weights(network):
             raise WeightsChangedError(
                 "The model's weights changed since the fit, so the posterior cannot follow it. Fit again."
@@ -376,6 +401,7 @@ def fit(
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
+    output: Output = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -392,6 +418,7 @@ def fit(
         rank=rank,
         precision=precision,
         unpack=unpack,
+        output=output,
         checkpoint=checkpoint,
         every=every,
         group=group,

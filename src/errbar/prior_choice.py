@@ -51,7 +51,7 @@ def choose_prior(
         per_layer: a precision for each layer (a mapping of module names) instead of one for all.
         samples: Monte Carlo draws for the PMF; for `by="nll"` alone.
         seed: of those draws.
-        unpack: as in `collect`.
+        unpack: as in `collect`; that of the fit unless given.
         progress: show progress with the time left.
     """
     if not isinstance(information, Information):
@@ -59,7 +59,7 @@ def choose_prior(
     candidates = sorted({float(Prior(value).precision) for value in precisions})  # type: ignore[arg-type]
     if not candidates:
         raise ArgumentError("precisions is empty; expected at least one positive number.")
-    score = _score(by, data, require_samples(samples), seed, unpack)
+    score = _score(by, data, require_samples(samples), seed, unpack or information.task.unpack)
     values = [
         _of(score, information, Prior(precision))
         for precision in track(candidates, "Choosing the prior", enabled=progress)

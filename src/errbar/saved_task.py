@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from errbar.capture import LinearLayer, linear_layers
-from errbar.data import Batch
+from errbar.data import FORMS, Batch, Form
 from errbar.derivative import Route
 from errbar.errors import ArgumentError, DamagedFileError, MismatchError
 from errbar.fields import Fields
@@ -23,12 +23,12 @@ from errbar.fisher import Fisher
 from errbar.layers import Selection
 from errbar.layerwise import LayerwiseRoute
 from errbar.logits import JointLogits, LogitGaussian
-from errbar.network import Network
+from errbar.network import Network, Output
 from errbar.norms import norm_layers
 from errbar.saved_sums import Description, Tensors, put_together, read_layers, take_apart
 from errbar.shared import SharedLayer, shared_layers
 from errbar.structures import STRUCTURES, Accumulator, ByDerivative, ByLayer, ByRows, Rows, Sum, Way
-from errbar.task import AbsentNetwork, Task
+from errbar.task import AbsentNetwork, Task, UnknownFunction
 from errbar.workload import Structure
 
 
@@ -130,6 +130,8 @@ def task_description(task: Task) -> Description:
         "structure": task.structure,
         "fisher": task.fisher,
         "n_classes": task.n_classes,
+        "output": _saved_output(task.network.output),
+        "unpack": task.batch_form,
         "parameters": [
             {"name": name, "shape": list(shape)}
             for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
@@ -141,7 +143,7 @@ def task_description(task: Task) -> Description:
 def read_task(fields: Fields) -> Task:
     """The task of a file, about an absent network."""
     dtype = {"float32": torch.float32, "float64": torch.float64}[fields.choice("dtype", ("float32", "float64"))]
-    network = AbsentNetwork(fields.digest("weights"), dtype)
+    network = AbsentNetwork(fields.digest("weights"), dtype, _read_output(fields))
     precision: Any = fields.choice("precision", ("float64",)) if "precision" in fields else None
     structure: Any = fields.choice("structure", STRUCTURES)
     fisher: Any = fields.choice("fisher", ("ggn", "eta"))
@@ -157,7 +159,33 @@ def read_task(fields: Fields) -> Task:
     plan = _read_plan(fields.part("plan"), selection, structure, n_classes)
     products = torch.float64 if precision == "float64" else dtype
     way = SavedWay(plan, network, selection, structure, fisher, n_classes, products)
-    return Task(network, selection, structure, way, fisher, n_classes, precision)
+    return Task(network, selection, structure, way, fisher, n_classes, precision, batch_form=_read_form(fields))
+
+
+def _saved_output(output: Output) -> Description | None:
+    """Where the logits are in what the model returns. Of a function it is only said that there was one."""
+    if output is None:
+        return None
+    if callable(output):
+        return {"function": True}
+    return {"key": output} if isinstance(output, str) else {"position": output}
+
+
+def _read_output(fields: Fields) -> Output:
+    """What `_saved_output` wrote; files of before there was a choice say nothing."""
+    if "output" not in fields:
+        return None
+    output = fields.part("output")
+    if "function" in output:
+        return UnknownFunction()
+    if "key" in output:
+        return output.text("key")
+    return output.whole("position", -(2**31))
+
+
+def _read_form(fields: Fields) -> Form | None:
+    """What the batches of a fit with `unpack` were; None where it had none, or the file is older."""
+    return fields.choice("unpack", FORMS) if "unpack" in fields else None  # type: ignore[return-value]
 
 
 def _size(selection: Selection) -> int:
@@ -210,6 +238,12 @@ def information_record(saved: SavedInformation) -> tuple[Description, Tensors]:
         raise ArgumentError(
             f"The parameter {hidden[0]!a} has a name with characters that cannot be printed, which files do not hold. "
             "Give its module another name."
+        )
+    output = saved.task.network.output
+    if isinstance(output, str) and not output.isprintable():
+        raise ArgumentError(
+            f"output is {output!a}, with characters that cannot be printed, which files do not hold. Give a position "
+            "or a function."
         )
     small, tensors = take_apart(saved.total)
     description = task_description(saved.task) | {

@@ -37,7 +37,7 @@ from torch.utils.data import (
 )
 
 from errbar._progress import track
-from errbar.data import Batch, Unpack, batches, count_batches
+from errbar.data import Batch, Form, Unpack, batches, count_batches
 from errbar.errors import DataError
 from errbar.ranks import Team
 
@@ -99,15 +99,15 @@ def probe_of(first: Batch | None, team: Team) -> Probe:
         return Probe(first, size)
     if told[source][1]:
 
-        def call() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        def call() -> tuple[tuple[Any, ...], dict[str, Any], Form] | None:
             if team.rank != source or first is None:
                 return None
             # Cloned, because a slice is sent together with all that it is a slice of.
             few = first.rows(0, 2).map(lambda tensor: tensor.detach().cpu().clone())
-            return few.args, few.kwargs
+            return few.args, few.kwargs, few.form
 
-        args, kwargs = team.broadcast(team.together(call), source)
-        return Probe(Batch(args, kwargs), size)
+        args, kwargs, form = team.broadcast(team.together(call), source)
+        return Probe(Batch(args, kwargs, form=form), size)
     if first is None or len(having) < team.size:
         empty = next(rank for rank in range(team.size) if rank not in having)
         raise DataError(

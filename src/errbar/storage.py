@@ -16,10 +16,12 @@ from operator import add
 import torch
 from torch import nn
 
+from errbar.data import Unpack
 from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchError
 from errbar.fields import Fields
 from errbar.files import Contents, read
 from errbar.information import Information
+from errbar.network import Network, Output, described_output
 from errbar.posterior import Posterior, condition, jitter_limit
 from errbar.prior import Prior
 from errbar.saved_factors import put_factor_together
@@ -34,7 +36,8 @@ KINDS = ("posterior", "information", "checkpoint")
 class FileDescription:
     """What a file says about itself: `errbar.info` reads it, `errbar.verify` reads and checks everything.
 
-    `precision` is the prior's, None for files without one; `batches` counts those that a checkpoint has seen.
+    `precision` is the prior's, None for files without one; `batches` counts those that a checkpoint has seen. `output`
+    says where the logits are in what the model returns, None if they are all of it, `unpack` whether the fit had one.
     """
 
     path: str
@@ -59,13 +62,25 @@ class FileDescription:
     covariance_scale: float | None
     has_factors: bool
     batches: int | None
+    output: str | None
+    unpack: bool
 
 
-def load(path: Path, model: nn.Module, *, classes: Sequence[str] | None = None) -> Posterior:
+def load(
+    path: Path,
+    model: nn.Module,
+    *,
+    classes: Sequence[str] | None = None,
+    unpack: Unpack | None = None,
+    output: Output = None,
+) -> Posterior:
     """The posterior that `Posterior.save` wrote, on the device of `model`, which must have the weights of the fit.
 
     `classes`, where given, must be the names that were saved. With the factors in the file the loaded posterior
     predicts what the saved one did to the last bit; without them they are computed again.
+
+    `unpack` and `output` are those of the fit. A file holds no functions: an `output` that was one must be given again;
+    a position or a key is in the file. Without `unpack`, batches are read as if the fit had had none.
     """
     contents = _read(path)
     if contents.kind != "posterior":
@@ -73,7 +88,7 @@ def load(path: Path, model: nn.Module, *, classes: Sequence[str] | None = None) 
             f"{contents.path} holds {_noun(contents.kind)}, not a posterior. Use errbar.merge([path]) and "
             "errbar.condition(information, prior, model=model)."
         )
-    return _posterior(contents, model, classes)
+    return _posterior(contents, model, classes, unpack, output)
 
 
 def merge(paths: Iterable[Path]) -> Information:
@@ -128,7 +143,7 @@ def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
     if contents.kind == "posterior":
         _factor(contents, information, _prior(contents, information))
     if model is not None:
-        information.with_model(model)
+        information.about(Network(model))
     return description
 
 
@@ -158,7 +173,9 @@ def _information(contents: Contents) -> tuple[Information, tuple[str, ...] | Non
     return Information(saved.task, saved.total, saved.n_samples, saved.log_likelihood), saved.classes
 
 
-def _posterior(contents: Contents, model: nn.Module, classes: Sequence[str] | None) -> Posterior:
+def _posterior(
+    contents: Contents, model: nn.Module, classes: Sequence[str] | None, unpack: Unpack | None, output: Output
+) -> Posterior:
     information, names = _information(contents)
     wanted = checked_classes(classes, information.n_classes)
     if wanted is not None and wanted != names:
@@ -166,7 +183,8 @@ def _posterior(contents: Contents, model: nn.Module, classes: Sequence[str] | No
         raise MismatchError(f"{contents.path} was saved {saved}; expected {', '.join(wanted[:5])}, in this order.")
     prior, fields = _prior(contents, information), contents.description
     T, scale = _temperature(fields), fields.number("covariance_scale", least=0)
-    bound, factor = information.with_model(model), _factor(contents, information, prior)
+    bound = information.with_model(model, unpack=unpack, output=output)
+    factor = _factor(contents, information, prior)
     if factor is None:
         return condition(bound, prior).with_calibration(temperature=T, covariance_scale=scale)
     return Posterior(bound, prior, factor.to(bound.network.device), float(T), float(scale))
@@ -233,6 +251,8 @@ def _description(contents: Contents) -> FileDescription:
         covariance_scale=fields.number("covariance_scale", least=0) if "covariance_scale" in fields else None,
         has_factors="factor" in fields,
         batches=fields.part("position").whole("batches", 1) if "position" in fields else None,
+        output=None if task.network.output is None else described_output(task.network.output),
+        unpack=task.batch_form is not None,
     )
 
 

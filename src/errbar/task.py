@@ -11,10 +11,11 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from errbar.errors import MismatchError, ModelError
+from errbar.data import Form, KeptUnpack, Unpack, kept_unpack
+from errbar.errors import ArgumentError, MismatchError, ModelError
 from errbar.fisher import Fisher
 from errbar.layers import Selection
-from errbar.network import Network
+from errbar.network import Network, Output, described_output, require_output
 from errbar.structures import Way
 from errbar.workload import Structure
 
@@ -23,7 +24,11 @@ Precision = Literal["float64"]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher."""
+    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher.
+
+    `unpack` is how batches were read, for those that come later, and `batch_form` what they were before that; files
+    keep only the latter. Neither changes anything about the sums.
+    """
 
     network: Network
     selection: Selection
@@ -32,6 +37,8 @@ class Task:
     fisher: Fisher
     n_classes: int
     precision: Precision | None
+    unpack: KeptUnpack | None = None
+    batch_form: Form | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,6 +52,10 @@ class Task:
     def on(self, network: Network) -> Task:
         return replace(self, network=network, way=self.way.on(network))
 
+    def reading(self, unpack: Unpack | None) -> Task:
+        """The same task, with `unpack` for the batches that come."""
+        return self if unpack is None else replace(self, unpack=kept_unpack(unpack, self.batch_form))
+
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks whose sums are added."""
         return {
@@ -53,6 +64,7 @@ class Task:
             "structure": self.structure,
             "fisher": self.fisher,
             "number of classes": str(self.n_classes),
+            "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
             "rank of the sketch": str(getattr(self.way, "rank", None)),
             "layers": str(getattr(self.way, "route", None)),
@@ -66,6 +78,7 @@ class Task:
             ("parameters", self.selection, other.selection),
             ("number of classes", self.n_classes, other.n_classes),
             ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
+            ("outputs of the model", described_output(self.network.output), described_output(other.network.output)),
         ):
             if ours != theirs:
                 shown = "" if what == "parameters" else f": {ours} and {theirs}"
@@ -77,11 +90,12 @@ def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
 
 
 class AbsentNetwork(Network):
-    """The network that a file is about: its fingerprint and its dtype, and no model to run."""
+    """The network that a file is about: its fingerprint, its dtype and where its logits are; no model to run."""
 
-    def __init__(self, fingerprint: str, dtype: torch.dtype) -> None:
+    def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None) -> None:
         self.fingerprint = fingerprint
         self.dtype = dtype
+        self.output = output
         self.device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -97,7 +111,32 @@ class AbsentNetwork(Network):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint, "dtype": self.dtype}
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype, "output": self.output}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+class UnknownFunction:
+    """In place of a function that picked the logits: a file says that there was one, and does not hold it."""
+
+    def __call__(self, returned: Any) -> NoReturn:
+        raise AssertionError("an absent network does not run")
+
+
+def output_given(saved: Output, given: Output) -> Output:
+    """Where the logits are, from what a file says and what the user does."""
+    if isinstance(saved, UnknownFunction):
+        if given is None:
+            raise ArgumentError(
+                "The fit had output=, a function that picks the logits out of what the model returns, and files hold "
+                "no functions. Give it again: errbar.load(path, model, output=function), or "
+                "information.with_model(model, output=function)."
+            )
+        return given
+    if given is not None and described_output(require_output(given)) != described_output(saved):
+        raise MismatchError(
+            f"output is {described_output(require_output(given))}, and the file says {described_output(saved)}. Leave "
+            "output= out, or give what the fit had."
+        )
+    return saved

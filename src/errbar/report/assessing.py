@@ -69,7 +69,7 @@ def assess(
         outliers_name: what people call the second set.
         subject: what the page says it is about.
         provenance: facts about files and commands that the posterior does not know.
-        unpack: as in `fit`.
+        unpack: as in `fit`; that of the fit unless given.
         progress: show how long it still takes.
     """
     require_posterior(posterior)
@@ -79,6 +79,7 @@ def assess(
     uncertain, wrong = Leaders(_EXAMPLES, wrong=False), Leaders(_EXAMPLES, wrong=True)
     spread = Spread(_curve_inputs(size) or 1, gaussian_and_label)
     checked = Spread(_CHECKED_INPUTS, input_of)
+    unpack = unpack or posterior.unpack
     stream = track(batches(data, unpack), "Predicting", total=count_batches(data), enabled=progress)
     watchers = (doubts, fingerprint, uncertain, wrong, spread, checked)
     seen = observe(posterior, stream, samples, seed, watchers)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar import metrics
-from errbar.data import Batch
+from errbar.data import Batch, joined
 from errbar.errors import DataError
 from errbar.posterior import Posterior
 from errbar.report.resampling import area
@@ -56,24 +56,6 @@ def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, sam
         ratio=Estimate(middle[1], middle[0], middle[2]),
         points=tuple(zip(first.tolist(), second.tolist(), strict=True)),
     )
-
-
-def joined(inputs: Sequence[Batch]) -> Batch:
-    """Batches of one input each as one batch."""
-    first = inputs[0]
-    args = tuple(
-        torch.cat([batch.args[place] for batch in inputs]) if _runs(value) else value
-        for place, value in enumerate(first.args)
-    )
-    named = {
-        name: torch.cat([batch.kwargs[name] for batch in inputs]) if _runs(value) else value
-        for name, value in first.kwargs.items()
-    }
-    return Batch(args, named)
-
-
-def _runs(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
 
 
 def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:

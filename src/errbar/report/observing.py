@@ -200,10 +200,9 @@ class Fingerprint:
         self.shape: tuple[int, ...] | None = None
 
     def see(self, seen: Seen) -> None:
-        for value in (*seen.batch.args, *seen.batch.kwargs.values()):
-            if isinstance(value, Tensor):
-                self._inputs.update(_bytes(value))
-                self.shape = self.shape or tuple(value.shape[1:])
+        for value in seen.batch.tensors():
+            self._inputs.update(_bytes(value))
+            self.shape = self.shape or tuple(value.shape[1:])
         self._labels.update(_bytes(seen.labels))
 
     def digest(self) -> str:

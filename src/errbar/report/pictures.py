@@ -25,7 +25,7 @@ def picture_of(batch: Batch, shape: tuple[int, int, int] | None = None) -> Pictu
     Values in 0 … 1 are taken as they are, bytes as 0 … 255; others, such as normalised ones, are stretched from the
     smallest to the largest.
     """
-    values = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
+    values = batch.tensors()
     if len(values) != 1:
         return None
     x = values[0][0].detach().cpu()
@@ -83,10 +83,10 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 def numbers_of(batch: Batch, limit: int = 12) -> str:
     """The first numbers of an input that is no picture."""
     parts = []
-    for name, value in [*(("", value) for value in batch.args), *batch.kwargs.items()]:
-        if not isinstance(value, Tensor):
-            continue
-        flat = value[0].detach().cpu().reshape(-1)
+    named = {id(value): name for name, value in batch.kwargs.items()}
+    for value in batch.tensors():
+        name = named.get(id(value), "")
+        flat = (value[0] if value.ndim else value).detach().cpu().reshape(-1)
         shown = ", ".join(f"{entry:.3g}" for entry in flat[:limit].tolist())
         more = ", …" if flat.numel() > limit else ""
         size = f" ({'×'.join(map(str, value.shape[1:]))})" if value.ndim > 2 else ""

@@ -131,7 +131,7 @@ def reference_scores(
     scores: list[Tensor] = []
     shown: list[tuple[Tensor, str]] = []
     count = 0
-    for batch in batches(data):
+    for batch in batches(data, posterior.unpack):
         scores.append(_mutual_information(posterior, plain.accurate_logits(batch)).cpu())
         x = batch.args[0] if batch.args else None
         if isinstance(x, Tensor) and len(shown) < examples:
