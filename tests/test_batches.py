@@ -595,3 +595,38 @@ def test_a_loaded_posterior_takes_unpack_again(tmp_path: Path) -> None:
         without.logits((a, b))
     without.save(path)
     assert errbar.info(path).unpack
+
+
+# --------------------------------------------------------------------------------------- what is ignored, and said so
+
+
+@pytest.mark.filterwarnings("ignore::errbar.CalibrationWarning")
+@pytest.mark.parametrize("weights", [torch.rand(12), torch.rand(12).numpy(), torch.rand(12).half()])
+def test_weights_that_are_ignored_are_told_of_once(weights: Any) -> None:
+    model, x = nn.Linear(4, 3, dtype=DOUBLE), randn(12, 4)
+    data = [(x, labels(), weights)] * 3
+    with pytest.warns(
+        errbar.DataWarning, match=r"Element 3 of a batch, 12 numbers, looks like a weight .*unpack="
+    ) as told:
+        posterior = errbar.fit(model, data, last_layers=1)
+    assert len(told) == 1
+    for call in (
+        lambda: posterior.update(data),
+        lambda: errbar.calibrate(posterior, data, fit="temperature", samples=10),
+        lambda: errbar.outlier_scores(posterior, data, samples=10),
+    ):
+        with pytest.warns(errbar.DataWarning, match=r"is ignored: all samples count alike") as told:
+            call()
+        assert sum(warning.category is errbar.DataWarning for warning in told) == 1
+
+
+def test_nothing_is_said_of_what_does_not_look_like_weights_or_is_meant() -> None:
+    """Warnings are errors here."""
+    model, x = nn.Linear(4, 3, dtype=DOUBLE), randn(12, 4)
+    for other in (torch.arange(12), torch.rand(12, 2), torch.rand(5), "names", None):
+        errbar.fit(model, [(x, labels(), other)], last_layers=1)
+    data = [(x, labels(), torch.rand(12))]
+    posterior = errbar.fit(model, data, last_layers=1, unpack=lambda batch: ((batch[0],), {}, batch[1]))
+    posterior.update(data)
+    posterior.predict(data[0], 10)
+    errbar.fit(model, [(x, labels())], last_layers=1).predict(data[0], 10)

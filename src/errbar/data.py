@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -25,7 +27,7 @@ from torch.nn.utils.rnn import (
 from torch.utils.data import DataLoader, Dataset
 
 from errbar.checks import Checks
-from errbar.errors import ArgumentError, DataError, ErrbarError, LabelError
+from errbar.errors import ArgumentError, DataError, DataWarning, ErrbarError, LabelError
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any], Any]]
 Form = Literal["tensor", "mapping", "sequence", "other"]
@@ -371,10 +373,33 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, (DataLoader, Dataset, Iterator))
 
 
-def batches(data: Any, unpack: Unpack | None = None) -> Iterator[Batch]:
-    """The batches of a Dataset, a DataLoader or an iterable of batches, one by one."""
+def batches(data: Any, unpack: Unpack | None = None, *, quiet: bool = False) -> Iterator[Batch]:
+    """The batches of a Dataset, a DataLoader or an iterable of batches, one by one.
+
+    Warns once of weights that are ignored, unless `quiet`.
+    """
+    told = quiet or unpack is not None
     for value in _iterable(data):
-        yield to_batch(value, unpack)
+        batch = to_batch(value, unpack)
+        if not told and isinstance(value, (list, tuple)):
+            told = _warned_of_weights(value[2:], len(batch))
+        yield batch
+
+
+def _warned_of_weights(rest: Sequence[Any], size: int) -> bool:
+    """Warn where one of the elements after x and labels looks like one weight for each sample."""
+    for position, part in enumerate(rest, start=3):
+        is_array = isinstance(part, np.ndarray) and np.issubdtype(part.dtype, np.floating)
+        if (is_array or (isinstance(part, Tensor) and part.is_floating_point())) and tuple(part.shape) == (size,):
+            warnings.warn(
+                f"Element {position} of a batch, {size} numbers, looks like a weight for each sample and is ignored: "
+                "all samples count alike. Leave it out of the batch, or pass unpack=lambda batch: ((batch[0],), {}, "
+                "batch[1]), to say that this is meant.",
+                DataWarning,
+                stacklevel=3,
+            )
+            return True
+    return False
 
 
 def count_batches(data: Any) -> int | None:

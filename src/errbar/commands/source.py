@@ -145,7 +145,7 @@ def first_inputs(loader: Any, count: int) -> list[Batch]:
     """Batches from the beginning with `count` inputs in all, or as many as there are."""
     held: list[Batch] = []
     found = 0
-    for batch in batches(loader):
+    for batch in batches(loader, quiet=True):
         held.append(batch.rows(0, count - found))
         found += len(held[-1])
         if found >= count:
