@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -333,6 +334,26 @@ def test_a_softmax_is_noticed_behind_modules_that_change_nothing(after: nn.Modul
 def test_a_softmax_inside_the_model_is_fine() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Softmax(1), nn.Linear(5, 3)).double()
     assert errbar.collect(model, [inputs()], last_layers=1).n_parameters == 18
+
+
+def test_weights_without_numbers() -> None:
+    model = network()
+    model[0].to("meta")
+    for wrong in (model, network().to("meta")):
+        with pytest.raises(errbar.ModelError, match=r"meta device, which hold no numbers.*load_state_dict"):
+            errbar.collect(wrong, [inputs()], last_layers=1)
+
+
+def test_what_torch_export_makes_is_no_model() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
+        program = torch.export.export(network(), (inputs(),))
+        unflattened = torch.export.unflatten(program)
+    with pytest.raises(errbar.ArgumentError, match=r"came out of torch\.export.*Pass the module that was exported"):
+        errbar.collect(program, [inputs()], last_layers=1)
+    for made in (program.module(), unflattened, nn.Sequential(program.module())):
+        with pytest.raises(errbar.ModelError, match=r"came out of torch\.export.*Pass the module that was exported"):
+            errbar.collect(made, [inputs()], last_layers=1)
 
 
 @pytest.mark.parametrize(

@@ -573,6 +573,71 @@ def test_tied_weights_are_one_parameter_whatever_they_are_called(select: Any, na
     assert posterior.information.parameter_names == names
 
 
+class BfloatBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5).bfloat16(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x.bfloat16())).float())
+
+
+class AutocastInside(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.whole = nn.Linear(4, 5), nn.Linear(5, 3), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = torch.tanh(self.body(x))
+            if self.whole:
+                return self.head(hidden)
+        return self.head(hidden.float())
+
+
+@pytest.mark.parametrize("make", [BfloatBody, lambda: AutocastInside(False), lambda: AutocastInside(True)])
+@pytest.mark.parametrize("select", [{"last_layers": 1}, {"last_layers": 2}])
+@pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
+def test_models_of_several_dtypes(make: Callable[[], nn.Module], select: dict[str, Any], structure: str) -> None:
+    """Parameters of several dtypes, and autocast inside the model: to what bfloat16 can tell."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make()
+    x = randn(12, 4, dtype=torch.float32)
+    posterior = errbar.fit(model, [x], structure=structure, **select)
+    wide = nn.Sequential(model.body, nn.Tanh(), model.head)  # type: ignore[arg-type]
+    expected = errbar.fit(copy.deepcopy(wide).double(), [x], structure=structure, **select)
+    assert posterior.logits(x).mean.dtype == torch.float32
+    assert_close(posterior.logits(x).covariance, expected.logits(x).covariance, 0.05)
+    assert_close(posterior.predict(x).pmf, expected.predict(x).pmf, 0.02)
+
+
+@pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
+@pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
+def test_sparse_embeddings(kind: Any, structure: str) -> None:
+    """`sparse=True` is about gradients for optimisers; the derivative is the same, and the model keeps its flag."""
+    x = torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(2))
+
+    def made(sparse: bool) -> nn.Module:
+        width = 4 if kind is nn.EmbeddingBag else 12
+        return seeded(nn.Sequential(kind(9, 4, sparse=sparse), nn.Flatten(), nn.Tanh(), nn.Linear(width, 3)))
+
+    model = made(True)
+    found, expected = (errbar.fit(each, [x], parameters="all", structure=structure) for each in (model, made(False)))
+    assert_close(found.information.dense(), expected.information.dense())
+    assert_close(found.logits(x).covariance, expected.logits(x).covariance)
+    assert model[0].sparse
+
+
+def test_traced_graphs_are_models() -> None:
+    plain, x = mlp(), randn(10, 4)
+    for select in ({"last_layers": 1}, {"last_layers": 2}, {"parameters": "all"}):
+        found = errbar.fit(torch.fx.symbolic_trace(plain), [x], **select)
+        expected = errbar.fit(plain, [x], **select)
+        assert_close(found.information.dense(), expected.information.dense())
+        assert_close(found.predict(x).pmf, expected.predict(x).pmf)
+
+
 # ------------------------------------------------------------------------------------------------------ architectures
 
 

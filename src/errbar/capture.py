@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -99,6 +100,7 @@ class Factor:
 
     def pulled_back(self, vectors: Float[Tensor, "B M"]) -> Float[Tensor, "d p"]:
         """Σ_n v_nᵀ J_n of this term, without forming J."""
+        vectors = vectors.to(self.inner.dtype)
         outer = vectors if self.outer is None else torch.einsum("bm,bmd->bd", vectors, self.outer)
         return outer.T @ self.inner
 
@@ -249,7 +251,10 @@ def capture(
     for layer in layers:
         derivative = derivatives[layer.name][0] if layer.name in derivatives else None
         factors[layer.name] = _factors(layer, trace.calls[layer.name][0].inputs, derivative)
-    return result, factors
+    # Layers may have other dtypes than each other, and under autocast than their inputs.
+    held = [tensor for own in factors.values() for f in own for tensor in (f.inner, f.outer) if tensor is not None]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in held), result.dtype)
+    return result, {name: [factor.to(dtype) for factor in own] for name, own in factors.items()}
 
 
 def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Float[Tensor, "k B M"]) -> list[Tensor]:

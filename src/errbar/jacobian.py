@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -54,7 +55,7 @@ def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[T
     # Fused attention kernels have no batching rule for their derivative; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
         parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), batch.over_samples())
-    return torch.cat([parts[name].flatten(2) for name in selection.names], 2)
+    return _joined([parts[name].flatten(2) for name in selection.names])
 
 
 def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
@@ -75,8 +76,14 @@ def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[T
                 else [torch.zeros_like(value) for value in values.values()]
                 for m in range(len(logits))
             ]
-            rows.append(torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in gradients]).detach())
+            rows.append(torch.stack([_joined([part.reshape(-1) for part in row]) for row in gradients]).detach())
     return torch.stack(rows)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Derivatives by one parameter after the other, in the widest of their dtypes."""
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    return torch.cat([part.to(dtype) for part in parts], -1)
 
 
 def require_deterministic(network: Network, batch: Batch) -> None:
@@ -103,5 +110,10 @@ def pulled_back_by_the_whole_model(
         gradients = torch.autograd.grad(
             (logits * vectors).sum(), list(values.values()), allow_unused=True, materialize_grads=True
         )
-    truth = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
-    return vectors, truth, {torch.float64: 1e-9, torch.float32: 1e-3}.get(logits.dtype, 0.1)
+    truth = torch.cat([gradient.reshape(-1).double() for gradient in gradients])
+    return vectors, truth, rounding_of(logits.dtype, *(value.dtype for value in values.values()))
+
+
+def rounding_of(*dtypes: torch.dtype) -> float:
+    """The relative error that rounding explains, of a derivative through values of these dtypes."""
+    return max({torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 0.1) for dtype in dtypes)

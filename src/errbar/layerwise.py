@@ -18,7 +18,7 @@ from torch import Tensor
 
 from errbar.capture import Trace, UnlikeFirstBatchError, class_seeds, record
 from errbar.data import Batch
-from errbar.jacobian import jacobians, pulled_back_by_the_whole_model, require_deterministic
+from errbar.jacobian import jacobians, pulled_back_by_the_whole_model, require_deterministic, rounding_of
 from errbar.layers import Selection
 from errbar.network import Network
 from errbar.norms import NormLayer, norm_layers
@@ -270,7 +270,9 @@ class _Agreement:
                 # Fails where activations are computed again on the way back, without what the trace has added.
                 with suppress(RuntimeError):
                     derivatives |= trace.derivatives([name], seeds)
-        return _Agreement(trace, seeds, derivatives, truth, tolerance)
+        # Under autocast inside the model, layers compute in another dtype than their parameters and the logits have.
+        outputs = [call.passed_on.dtype for layer in candidates for call in trace.calls[layer.name]]
+        return _Agreement(trace, seeds, derivatives, truth, max(tolerance, rounding_of(truth.dtype, *outputs)))
 
     def of_layer(self, layer: SharedLayer) -> bool:
         if layer.name not in self.derivatives:

@@ -56,7 +56,8 @@ def replicate(module: nn.Module) -> nn.Module:
         if id(original) in clones:
             return clones[id(original)]
         kind = _Uncompiled if isinstance(original, torch._dynamo.OptimizedModule) else original.__class__
-        new = kind.__new__(kind)
+        # A traced graph has a class of its own, which holds its code; __new__ would make another one.
+        new = object.__new__(kind) if isinstance(original, torch.fx.GraphModule) else kind.__new__(kind)
         clones[id(original)] = new
         attributes = {
             name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
@@ -65,6 +66,9 @@ def replicate(module: nn.Module) -> nn.Module:
         attributes["_compiled_call_impl"] = None
         if kind is _Uncompiled:
             attributes.pop("forward", None)
+        if isinstance(original, (nn.Embedding, nn.EmbeddingBag)):
+            # The same numbers; sparse gradients are for optimisers.
+            attributes["sparse"] = False
         attributes["_modules"] = {
             name: None if child is None else clone(child) for name, child in original._modules.items()
         }
@@ -119,6 +123,18 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
+_EXPORTED = (
+    "The model came out of torch.export, which fixes its mode and the sizes of its inputs; expected a torch.nn.Module "
+    "as it was written. Pass the module that was exported."
+)
+
+
+def _is_exported(part: nn.Module) -> bool:
+    """Whether a module is what `torch.export` made: a graph that refuses eval(), or one put into modules again."""
+    refuses_modes = isinstance(part, torch.fx.GraphModule) and "eval" in part.__dict__
+    return refuses_modes or type(part).__module__.startswith("torch.export.")
+
+
 class Network:
     """A model whose weights are known: refuses to run once they have changed.
 
@@ -127,6 +143,8 @@ class Network:
 
     def __init__(self, model: nn.Module, output: Output = None) -> None:
         self.output = require_output(output)
+        if isinstance(model, torch.export.ExportedProgram):
+            raise ArgumentError(_EXPORTED)
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         self.model = model
@@ -148,6 +166,13 @@ class Network:
             raise ModelError("The model has no parameters; expected a trained classifier.")
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise ModelError("The model has uninitialized lazy parameters; run it once, and train it, before the fit.")
+        if any(tensor.is_meta for _, tensor in _weights(self.module)):
+            raise ModelError(
+                "The model has weights on the meta device, which hold no numbers; expected a trained classifier. Load "
+                "its weights, with to_empty() and load_state_dict(..., assign=True), before the fit."
+            )
+        if any(_is_exported(part) for part in self.module.modules()):
+            raise ModelError(_EXPORTED)
         if any(p.is_inference() for p in parameters):
             raise ModelError(
                 "The model was made under torch.inference_mode(), so nothing can be differentiated by its weights; "
