@@ -103,6 +103,7 @@ ORDER = [
     "layers",
     "prior",
     "jacobian",
+    "inspection",
     "capture",
     "norms",
     "shared",

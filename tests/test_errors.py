@@ -319,9 +319,9 @@ def test_labels_that_are_not_class_numbers(posterior: errbar.Posterior, y: Any, 
 # ------------------------------------------------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize("end", [nn.Softmax(1), nn.LogSoftmax(1), nn.Sequential(nn.Softmax(1)), nn.Softmin(1)])
+@pytest.mark.parametrize("end", [nn.Softmax(1), nn.Sequential(nn.Softmax(1)), nn.Softmin(1), nn.Sigmoid()])
 def test_a_model_that_ends_in_a_softmax(end: nn.Module) -> None:
-    with pytest.raises(errbar.ModelError, match=r"ends in a (Log)?Softm(ax|in) .*expected logits"):
+    with pytest.raises(errbar.ModelError, match=r"ends in a S(oftmax|oftmin|igmoid) .*expected logits"):
         errbar.collect(nn.Sequential(*network(), end), [inputs()], last_layers=1)
 
 
@@ -334,6 +334,118 @@ def test_a_softmax_is_noticed_behind_modules_that_change_nothing(after: nn.Modul
 def test_a_softmax_inside_the_model_is_fine() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Softmax(1), nn.Linear(5, 3)).double()
     assert errbar.collect(model, [inputs()], last_layers=1).n_parameters == 18
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda g: torch.softmax(g, 1), "softmax"),
+        (lambda g: torch.sigmoid(g), "sigmoid"),
+        (lambda g: g.sigmoid_(), "sigmoid"),
+        (lambda g: nn.functional.softmin(g, 1), "softmax"),
+        (lambda g: nn.functional.hardsigmoid(g), "hardsigmoid"),
+        (lambda g: nn.functional.logsigmoid(g), "logsigmoid"),
+        (lambda g: torch.softmax(g, 1)[:, :, None].squeeze(2).clamp(1e-7), "softmax"),
+        (lambda g: torch.softmax(g.float(), 1).double().contiguous(), "softmax"),
+        (lambda g: torch.sigmoid(g[:, :1]), "sigmoid"),
+        (lambda g: torch.cat([1 - torch.sigmoid(g[:, :1]), torch.sigmoid(g[:, :1])], 1), "sigmoid"),
+        (lambda g: torch.stack([torch.softmax(g, 1), torch.softmax(2 * g, 1)]).mean(0), "softmax"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_functions_that_make_probabilities_are_seen_in_the_graph(
+    change: Callable[[Tensor], Any], kind: str, frozen: bool
+) -> None:
+    model = Returning(change).requires_grad_(not frozen)
+    for call in (
+        lambda: errbar.collect(model, [inputs()], last_layers=1),
+        lambda: errbar.plan(model, inputs()),
+    ):
+        with pytest.raises(errbar.ModelError, match=rf"outputs are what a {kind} returned.*probabilities; expected"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: 4 * torch.softmax(g, 1),  # bounded logits
+        lambda g: g - torch.softmax(g, 1),
+        lambda g: g * torch.sigmoid(g),  # a gate
+        lambda g: torch.cat([g, torch.sigmoid(g)], 1),
+    ],
+)
+def test_logits_that_a_softmax_takes_part_in_are_logits(change: Callable[[Tensor], Any]) -> None:
+    assert errbar.collect(Returning(change), [inputs()], last_layers=1).n_samples == 12
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "exp"])
+def test_outputs_that_are_hardly_logits_are_warned_about(name: str) -> None:
+    with pytest.warns(UserWarning, match=rf"outputs are what {name} returned, which logits hardly ever are"):
+        errbar.collect(Returning(getattr(torch, name)), [inputs()], last_layers=1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(*network(), nn.LogSoftmax(1)),
+        Returning(lambda g: torch.log_softmax(g, 1)),
+        Returning(lambda g: torch.log(torch.softmax(g, 1) + 1e-12)),
+    ],
+)
+def test_eta_depends_on_the_gauge_that_a_log_softmax_takes_away(model: nn.Module) -> None:
+    for call in (
+        lambda: errbar.fit(model, [inputs()], last_layers=1, fisher="eta"),
+        lambda: errbar.plan(model, inputs(), fisher="eta"),
+    ):
+        with pytest.raises(errbar.ModelError, match=r"ends in a log-softmax, and fisher='eta' depends.*fisher='ggn'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g - g.mean(0),
+        lambda g: torch.log_softmax(g, 0),
+        lambda g: nn.functional.batch_norm(g, None, None, training=True),
+        lambda g: torch.softmax(g @ g.T, 1) @ g,
+        lambda g: g - 0.01 * g.mean(0),
+        lambda g: g.flip(0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("structure", ["dense", "lowrank"])
+def test_a_model_that_mixes_samples(change: Callable[[Tensor], Any], dtype: torch.dtype, structure: str) -> None:
+    model = Returning(change).to(dtype)
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.linspace(-1, 1, 12).reshape(3, 4))
+    for count in (4, 12, 31):
+        with pytest.raises(errbar.ModelError, match=r"mixes samples: .*one input's result depends on the others"):
+            errbar.collect(model, [inputs(count)], last_layers=1, structure=structure)
+    with pytest.raises(errbar.ModelError, match=r"mixes samples"):
+        errbar.plan(model, inputs())
+
+
+def test_a_model_that_mixes_samples_in_bfloat16() -> None:
+    model = Returning(lambda g: g - g.mean(0)).bfloat16()
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.linspace(-1, 1, 12).reshape(3, 4))
+    with pytest.raises(errbar.ModelError, match=r"mixes samples"):
+        errbar.collect(model, [inputs()], last_layers=1)
+
+
+@pytest.mark.parametrize("change", [lambda g: g.detach(), lambda g: g.argmax(1)[:, None].double().expand(-1, 3)])
+def test_logits_without_a_derivative(change: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(errbar.ModelError, match=r"logits do not depend on any parameter.*detach\(\) its outputs"):
+        errbar.collect(Returning(change), [inputs()], last_layers=1)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_activation_checkpoints_that_cannot_be_differentiated() -> None:
+    def again(g: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(torch.sin, g, use_reentrant=True)
+
+    with pytest.raises(errbar.ModelError, match=r"cannot be differentiated by its parameters.*use_reentrant=False"):
+        errbar.collect(Returning(again), [inputs()], last_layers=1)
 
 
 def test_weights_without_numbers() -> None:

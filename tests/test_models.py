@@ -573,6 +573,170 @@ def test_tied_weights_are_one_parameter_whatever_they_are_called(select: Any, na
     assert posterior.information.parameter_names == names
 
 
+def normalised(x: Tensor) -> Tensor:
+    return nn.functional.normalize(x, dim=1)
+
+
+def two_heads(model: Any, x: Tensor) -> Tensor:
+    """As face detectors do: the logits first, the box last."""
+    hidden = torch.tanh(model.first(x))
+    logits: Tensor = model.last(hidden)
+    model.box(hidden)
+    return logits
+
+
+class Headed(nn.Module):
+    """A body and what a head may be made of, put together by a function."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.box = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+        self.prototypes, self.scale = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(1))
+        self.experts, self.gate = nn.ModuleList(nn.Linear(4, 3) for _ in range(3)), nn.Linear(4, 3)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+@pytest.mark.parametrize(
+    ("compute", "names"),
+    [
+        (two_heads, ("last.weight", "last.bias")),
+        (lambda m, x: nn.functional.linear(m.first(x), m.last.weight), ("last.weight",)),
+        (lambda m, x: nn.functional.linear(m.first(x), 0.3 * m.last.weight, m.last.bias), ("last.weight", "last.bias")),
+        (lambda m, x: m.scale * normalised(m.first(x)) @ normalised(m.prototypes).T, ("prototypes", "scale")),
+        (lambda m, x: -(m.first(x)[:, None] - m.prototypes).square().sum(2), ("prototypes",)),
+        (lambda m, x: m.first(torch.tanh(m.first(x))) @ m.first.weight, ("first.weight", "first.bias")),
+    ],
+    ids=["two heads", "functional", "functional with bias", "cosine", "prototypes", "tied"],
+)
+def test_the_last_layer_is_the_one_that_makes_the_logits(
+    compute: Callable[[Any, Tensor], Tensor], names: tuple[str, ...]
+) -> None:
+    """Whether a module call or a function of its weight makes them; what runs after them is no layer of theirs."""
+    model, x = seeded(Headed(compute)), randn(8, 4)
+    posterior = assert_right(model, x, last_layers=1)
+    assert set(posterior.information.parameter_names) == set(names)
+    plan = errbar.plan(model, x)
+    assert plan.options[0].n_parameters == posterior.information.n_parameters
+    automatic = errbar.collect(model, [x], last_layers=1, structure="auto")
+    assert automatic.parameter_names == posterior.information.parameter_names
+
+
+def test_layers_that_run_in_vain_are_not_counted() -> None:
+    with pytest.raises(
+        errbar.SelectionError, match=r"only 2 layers with parameters ran: first, last\..*not depend on box"
+    ):
+        errbar.collect(seeded(Headed(two_heads)), [randn(8, 4)], last_layers=3)
+
+
+def test_a_tied_head_without_a_module_is_the_last_layer() -> None:
+    class TiedHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.norm(self.embedding(x).mean(1)), self.embedding.weight)
+
+    x = torch.randint(0, 7, (8, 3), generator=torch.Generator().manual_seed(2))
+    assert assert_right(seeded(TiedHead()), x, last_layers=1).information.parameter_names == ("embedding.weight",)
+
+
+def weighted_experts(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.first(x))
+    weights = torch.softmax(model.gate(hidden), 1)
+    return sum(weights[:, k : k + 1] * expert(hidden) for k, expert in enumerate(model.experts))  # type: ignore[return-value]
+
+
+def chosen_expert(model: Any, x: Tensor) -> Tensor:
+    """The last sample of eight goes to another expert than the others."""
+    hidden, chosen = torch.tanh(model.first(x)), (x[:, 0] > 5).long()
+    logits = x.new_zeros(len(x), 3)
+    for k, expert in enumerate(model.experts[:2]):
+        if bool((chosen == k).any()):
+            logits[chosen == k] = expert(hidden[chosen == k])
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("compute", "skipped"),
+    [
+        (weighted_experts, r"experts\.0\.weight, .*experts\.1\.bias, gate\.weight, gate\.bias"),
+        (chosen_expert, r"experts\.0\.weight, experts\.0\.bias"),
+        (lambda m, x: m.last(m.first(x)) + m.gate(x), r"last\.weight, last\.bias"),
+        (lambda m, x: m.last(torch.tanh(m.first(x))) * m.scale.exp(), r"scale"),
+    ],
+    ids=["experts", "an expert for each sample", "two branches", "temperature"],
+)
+def test_parameters_as_near_to_the_logits_are_not_left_out_silently(
+    compute: Callable[[Any, Tensor], Tensor], skipped: str
+) -> None:
+    x = randn(8, 4)
+    x[:, 0] = torch.tensor([0.0] * 7 + [9.0])
+    with pytest.warns(UserWarning, match=rf"leave out parameters that are as near to the logits: {skipped}\. Their"):
+        errbar.collect(seeded(Headed(compute)), [x], last_layers=1)
+
+
+@pytest.mark.parametrize("parameters", ["box", ["last", "box"], ["box.bias", "last"], "last.unused"])
+def test_parameters_on_which_the_logits_do_not_depend_are_refused(parameters: Any) -> None:
+    model = Headed(two_heads)
+    model.last.unused = nn.Parameter(torch.zeros(2))
+    with pytest.raises(
+        errbar.SelectionError, match=r"logits do not depend on '(box|box\.bias|last\.unused)'.*exactly zero"
+    ):
+        errbar.collect(seeded(model), [randn(8, 4)], parameters=parameters)
+
+
+def test_a_derivative_that_is_exactly_zero_is_refused() -> None:
+    model, x = seeded(Headed(lambda m, x: m.last(m.first(x)) + 0 * m.gate(x))), randn(40, 4)
+    for select in ({"last_layers": 1}, {"parameters": "gate"}):
+        with pytest.raises(errbar.SelectionError, match=r"logits do not depend on .*exactly zero over the first batch"):
+            errbar.collect(model, [x], **select)
+
+
+def test_one_sample_with_a_derivative_is_enough() -> None:
+    x = randn(40, 4)
+    x[:, 0] = torch.tensor([0.0] * 39 + [9.0])
+    information = errbar.collect(seeded(Headed(chosen_expert)), [x], parameters="experts.1")
+    assert information.n_parameters == 15
+
+
+@pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
+@pytest.mark.parametrize("fisher", ["ggn", "eta"])
+def test_a_saturated_network_has_no_information_and_says_so(structure: str, fisher: str) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].bias[1] = 3000.0
+    with pytest.warns(UserWarning, match=r"no information at all.*the posterior is the prior"):
+        posterior = errbar.fit(model, [randn(8, 4)], last_layers=2, structure=structure, fisher=fisher)
+    assert not posterior.information.dense().any()
+    assert_close(posterior.covariance(), torch.eye(43, dtype=FLOAT64))
+    assert_close(posterior.predict(randn(3, 4)).pmf, torch.eye(3, dtype=FLOAT64)[[1, 1, 1]])
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LogSoftmax(1), lambda: LogProbabilities()])
+@pytest.mark.parametrize("structure", ["dense", "block", "kron", "lowrank"])
+def test_log_probabilities_are_logits(make: Callable[[], nn.Module], structure: str) -> None:
+    plain, x = mlp(), randn(10, 4)
+    select: dict[str, Any] = {"last_layers": 2, "structure": structure}
+    posterior, expected = (
+        errbar.fit(model, [x], **select).with_calibration(temperature=1.4, covariance_scale=0.7)
+        for model in (nn.Sequential(*plain, make()), plain)
+    )
+    ours, theirs = posterior.logits(x).centered(), expected.logits(x).centered()
+    assert_close(ours.mean, theirs.mean)
+    assert_close(ours.covariance, theirs.covariance)
+    assert_close(posterior.predict(x).pmf, expected.predict(x).pmf)
+    assert_close(posterior.predict(x).covariance, expected.predict(x).covariance)
+
+
+class LogProbabilities(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log_softmax(x, 1)
+
+
 class BfloatBody(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ class ArgumentError(ErrbarError, ValueError):
 
 
 class SelectionError(ArgumentError):
-    """The parameters asked for do not exist, or the question which ones is not answered exactly once."""
+    """The parameters asked for do not exist or do nothing, or the question which ones is not answered exactly once."""
 
 
 class DataError(ErrbarError, ValueError):
@@ -26,7 +26,7 @@ class LabelError(DataError):
 
 
 class ModelError(ErrbarError, ValueError):
-    """The model cannot be used: it ends in a softmax, mixes samples, or returns something that is not logits."""
+    """The model cannot be used: it returns probabilities or no logits at all, mixes samples, or has no derivative."""
 
 
 class WeightsChangedError(ModelError):

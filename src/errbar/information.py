@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from errbar.data import Batch, Unpack, checked_labels, kept_unpack
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError
 from errbar.files import write
 from errbar.fisher import Fisher, require_fisher
+from errbar.inspection import Inspection, inspect
 from errbar.layers import Selection, require_one_question, select
 from errbar.modes import plain_execution
 from errbar.network import Network, Output, require_finite_logits
@@ -28,7 +30,7 @@ from errbar.ranks import Team, team_of
 from errbar.reduction import reduced
 from errbar.saved_task import SavedInformation, checked_classes, information_record
 from errbar.shards import opened, probe_of
-from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, structure_that_fits, way
+from errbar.structures import DEFAULT_RANK, STRUCTURES, Sum, is_zero, structure_that_fits, way
 from errbar.task import Task, output_given, product_dtype
 from errbar.workload import Structure
 
@@ -223,7 +225,7 @@ def collect(
     Args:
         model: a trained classifier that returns logits; never modified.
         data: a Dataset, a DataLoader or an iterable of batches, read once.
-        last_layers: the parameters of the r layers that run last.
+        last_layers: the parameters of the r layers that run last and that the logits depend on.
         parameters: module or parameter names, "all", or "trainable" for those that require gradients (adapters in a
             frozen network); give either this or `last_layers`.
         fisher: "ggn", or "eta" for the paper's diagonal form.
@@ -261,19 +263,25 @@ def collect(
     probe = probe_of(first, team)
     dtype = product_dtype(network, precision)  # type: ignore[arg-type]
 
-    def surveyed() -> tuple[Batch, Selection, int, str]:
+    def surveyed() -> tuple[Batch, Inspection, Selection, str]:
         with plain_execution(network.device):
             prepared = network.prepare(probe.batch, Checks(network.device))
-            order, logits = network.execution_order(prepared)
-            selection = select(network, order, last_layers=last_layers, parameters=parameters)
+            found = inspect(network, prepared)
+            found.require_gauge(kind)
+            selection = select(network, found.layers, last_layers=last_layers, parameters=parameters, idle=found.idle)
+            found.require_dependence(selection, parameters)
+            if last_layers is not None:
+                found.warn_of_skipped(selection)
             fitting = structure
             if structure == "auto":
                 fitting = structure_that_fits(
-                    network, selection, prepared, fisher=kind, dtype=dtype, rank=rank, size=probe.size
+                    network, selection, prepared, found.layers, fisher=kind, dtype=dtype, rank=rank, size=probe.size
                 )
-        return prepared, selection, logits.shape[1], fitting
+        return prepared, found, selection, fitting
 
-    prepared, selection, n_classes, fitting = team.together(surveyed)
+    prepared, found, selection, fitting = team.together(surveyed)
+    n_classes, layers = found.logits.shape[1], found.layers
+    del found  # the graph behind it
     # What fits on every rank is what fits on the one with the least memory.
     taken = max(team.exchange(fitting), key=STRUCTURES.index)
 
@@ -284,6 +292,7 @@ def collect(
                 network,
                 selection,
                 prepared,
+                layers,
                 fisher=kind,
                 n_classes=n_classes,
                 dtype=dtype,
@@ -298,8 +307,19 @@ def collect(
     team.require_same(task.facts())
     whole = stream if first is None else _chain(first, stream)
     if file is None:
-        return accumulate_over(team, task, whole)
-    return _combined_over(team, lambda: _accumulate_in_parts(task, Seen(whole), file, every, not team.is_alone))
+        information = accumulate_over(team, task, whole)
+    else:
+        information = _combined_over(
+            team, lambda: _accumulate_in_parts(task, Seen(whole), file, every, not team.is_alone)
+        )
+    if is_zero(information.total):
+        warnings.warn(
+            "The data hold no information at all: the model is so sure of every sample that Λ = diag f − f fᵀ is "
+            "exactly zero, and the posterior is the prior. Check that the model returns logits of a sensible size.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return information
 
 
 def _accumulate_in_parts(

@@ -56,13 +56,32 @@ class Selection:
         }
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What `last_layers` counts: a module that ran, or weights that are used without their module; its parameters."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+    @staticmethod
+    def of(module: nn.Module, name: str) -> Layer:
+        """A module inside `module`, with all its parameters."""
+        # named_parameters() gives a tied parameter one name only; find it by identity.
+        own = {id(parameter) for parameter in module.get_submodule(name).parameters()}
+        return Layer(name, tuple(full for full, parameter in module.named_parameters() if id(parameter) in own))
+
+
 def select(
-    network: Network, order: Sequence[str], *, last_layers: int | None, parameters: str | Sequence[str] | None
+    network: Network,
+    layers: Sequence[Layer],
+    *,
+    last_layers: int | None,
+    parameters: str | Sequence[str] | None,
+    idle: Sequence[str] = (),
 ) -> Selection:
-    """The parameters asked for; `order` are the names of modules in the order in which they ran."""
+    """The parameters asked for; `layers` in the order in which they were last used, without those that ran in vain."""
     available = dict(network.module.named_parameters())
-    module = network.module
-    names = _named(module, parameters) if last_layers is None else _last(module, order, last_layers)
+    names = _named(network.module, parameters) if last_layers is None else _last(layers, last_layers, idle)
     chosen = [name for name in available if name in names]
     for name in chosen:
         if not available[name].is_floating_point():
@@ -113,16 +132,14 @@ def _inside_parametrisation(name: str) -> bool:
     return "parametrizations" in name.split(".")
 
 
-def _last(module: nn.Module, order: Sequence[str], count: int) -> set[str]:
-    layers = layers_that_ran(module, order)
+def _last(layers: Sequence[Layer], count: int, idle: Sequence[str]) -> set[str]:
     if count > len(layers):
+        vain = f" The logits do not depend on {', '.join(idle)}." if idle else ""
         raise SelectionError(
             f"last_layers is {count}, but only {len(layers)} layers with parameters ran: "
-            f"{', '.join(name or '(the model itself)' for name, _ in layers)}. Expected 1 to {len(layers)}."
+            f"{', '.join(layer.name or '(the model itself)' for layer in layers)}. Expected 1 to {len(layers)}.{vain}"
         )
-    # named_parameters() gives a tied parameter one name only; find it by identity.
-    chosen = {id(parameter) for _, layer in layers[-count:] for parameter in layer.parameters()}
-    return {name for name, parameter in module.named_parameters() if id(parameter) in chosen}
+    return {name for layer in layers[-count:] for name in layer.parameters}
 
 
 def _named(module: nn.Module, parameters: str | Sequence[str] | None) -> set[str]:

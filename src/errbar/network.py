@@ -28,9 +28,6 @@ from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, Wei
 # Which part of what a model returns are the logits: a position, a key, a function, or None for all of it.
 Output = int | str | Callable[[Any], Any] | None
 
-_CHANGES_NOTHING = (nn.Identity, nn.Dropout, nn.Flatten)
-_ENDS_IN_PROBABILITIES = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin, nn.Sigmoid, nn.LogSigmoid)
-
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The network inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
@@ -249,11 +246,7 @@ class Network:
         return as_logits(returned, len(batch), self.output)
 
     def execution_order(self, batch: Batch) -> tuple[list[str], Float[Tensor, "B M"]]:
-        """Names of the modules in the order in which they last finished, and the logits of the batch.
-
-        A model whose last leaf module is a softmax (or a sigmoid) is refused: its output are probabilities, and
-        their softmax would be taken again.
-        """
+        """Names of the modules in the order in which they last finished, and the logits of the batch."""
         replica = replicate(self.module).eval()
         names: dict[str, None] = {}
 
@@ -264,22 +257,11 @@ class Network:
 
             return hook
 
-        modules = dict(replica.named_modules())
-        for name, part in modules.items():
+        for name, part in replica.named_modules():
             part.register_forward_hook(note(name))
         with _refused({id(part) for part in self.module.modules()}):
             output = run(replica, batch)
-        order = list(names)
-        leaves = [name for name in order if not any(modules[name].children())]
-        while leaves and isinstance(modules[leaves[-1]], _CHANGES_NOTHING):
-            leaves.pop()
-        if leaves and isinstance(modules[leaves[-1]], _ENDS_IN_PROBABILITIES):
-            kind = type(modules[leaves[-1]]).__name__
-            raise ModelError(
-                f"The model ends in a {kind} ('{leaves[-1]}'), so it returns probabilities; expected logits. Pass the "
-                f"model without its {kind}."
-            )
-        return order, as_logits(output, len(batch), self.output)
+        return list(names), as_logits(output, len(batch), self.output)
 
 
 @contextmanager
@@ -304,9 +286,14 @@ def _refused(modules: set[int]) -> Iterator[None]:
         handle.remove()
 
 
-def run(module: nn.Module, batch: Batch) -> Any:
-    """The model's output; what goes wrong inside the model is told together with what it was given."""
+def run(module: nn.Module, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Any:
+    """The model's output, with the parameters in `values` in place of its own.
+
+    What goes wrong inside the model is told together with what it was given.
+    """
     try:
+        if values is not None:
+            return functional_call(module, dict(values), batch.args, batch.kwargs)
         return module(*batch.args, **batch.kwargs)
     except (ErrbarError, torch.OutOfMemoryError):
         raise

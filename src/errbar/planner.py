@@ -20,6 +20,7 @@ from errbar.data import Batch, Unpack, to_batch
 from errbar.errors import ArgumentError
 from errbar.fisher import require_fisher
 from errbar.information import require_option
+from errbar.inspection import inspect
 from errbar.layers import Selection
 from errbar.memory import readable, usable_bytes
 from errbar.modes import plain_execution
@@ -131,8 +132,9 @@ def plan(
     with plain_execution(network.device):
         batch = network.prepare(to_batch(example, unpack), Checks(network.device))
         few = batch.rows(0, _FEW)
-        network.execution_order(few)  # what cannot be used at all is refused by this call
-        seen = survey(network, few, samples=_FEW)
+        found = inspect(network, few)  # what cannot be used at all is refused by this call
+        found.require_gauge(kind)
+        seen = survey(network, few, found.layers, samples=_FEW)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = _Speed.of(network, batch, dtype)
     options = []

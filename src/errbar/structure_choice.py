@@ -11,7 +11,7 @@ from errbar.costs import cost
 from errbar.data import Batch
 from errbar.errors import SizeError
 from errbar.fisher import Fisher
-from errbar.layers import Selection
+from errbar.layers import Layer, Selection
 from errbar.memory import available_bytes, readable, usable_bytes
 from errbar.network import Network
 from errbar.survey import Survey, survey
@@ -37,6 +37,7 @@ class Request:
         network: Network,
         selection: Selection,
         batch: Batch,
+        layers: tuple[Layer, ...],
         *,
         fisher: Fisher,
         dtype: torch.dtype,
@@ -44,7 +45,7 @@ class Request:
         size: int | None = None,
     ) -> Request:
         """By what `batch` shows, for batches of `size` samples; of as many as this one has, if that is not given."""
-        return Request(survey(network, batch), selection, size or len(batch), fisher, dtype, rank)
+        return Request(survey(network, batch, layers), selection, size or len(batch), fisher, dtype, rank)
 
     def workload(self, selection: Selection) -> Workload:
         return self.seen.workload(selection, batch=self.batch, fisher=self.fisher, dtype=self.dtype, rank=self.rank)

@@ -35,7 +35,7 @@ from errbar.eigenbasis import KroneckerFactor
 from errbar.errors import StructureNotice
 from errbar.fisher import Fisher
 from errbar.kronecker import KroneckerAccumulator, KroneckerSum
-from errbar.layers import Selection
+from errbar.layers import Layer, Selection
 from errbar.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar.logits import JointLogits, LogitGaussian
 from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back
@@ -258,6 +258,7 @@ def way(
     network: Network,
     selection: Selection,
     batch: Batch,
+    layers: tuple[Layer, ...],
     *,
     fisher: Fisher,
     n_classes: int,
@@ -267,9 +268,10 @@ def way(
 ) -> Way:
     """How to go about a structure, by what the layers are and by what the first (prepared) batch shows.
 
-    `size` is how many samples batches will have, where that is not the size of this one.
+    `layers` are those of the network, in order, for advice on how many would fit; `size` is how many samples batches
+    will have, where that is not the size of this one.
     """
-    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank, size=size)
+    request = Request.of(network, selection, batch, layers, fisher=fisher, dtype=dtype, rank=rank, size=size)
     if structure == "kron":
         by_layer = LayerwiseRoute.plan(network, selection, batch)
         return ByLayer(structure, network, selection, by_layer, fisher, dtype, request)
@@ -285,6 +287,7 @@ def structure_that_fits(
     network: Network,
     selection: Selection,
     batch: Batch,
+    layers: tuple[Layer, ...],
     *,
     fisher: Fisher,
     dtype: torch.dtype,
@@ -292,7 +295,7 @@ def structure_that_fits(
     size: int | None = None,
 ) -> Structure:
     """What `structure="auto"` takes: the first of `STRUCTURES` that fits into memory; said aloud if it is not exact."""
-    request = Request.of(network, selection, batch, fisher=fisher, dtype=dtype, rank=rank, size=size)
+    request = Request.of(network, selection, batch, layers, fisher=fisher, dtype=dtype, rank=rank, size=size)
     chosen, found = request.best(network.device)
     if not found.exact:
         exact = request.cost("dense").peak_bytes
@@ -323,6 +326,19 @@ def rounding_share(factor: Factor, prior_precision: Float[Tensor, "n"]) -> float
     if isinstance(factor, PerClassFactor):
         return _linalg.negative_share(factor.lower, prior_precision[factor.layer.positions().to(factor.lower.device)])
     return factor.negative_share if isinstance(factor, KroneckerFactor) else 0.0
+
+
+def is_zero(total: Sum) -> bool:
+    """Whether a sum says nothing at all about any parameter."""
+    if isinstance(total, KroneckerSum):
+        return not (total.rest.values.any() or any(block.outer.any() for block in total.blocks))
+    if isinstance(total, BlockSum):
+        return all(is_zero(part) for part in total.totals)
+    if isinstance(total, PerClassSum):
+        return not total.totals.any()
+    if isinstance(total, DenseSum):
+        return not total.matrix.diagonal().any()
+    return not (total.diagonal if isinstance(total, LowRankSum) else total.values).any()
 
 
 def checked(gaussians: Iterator[LogitGaussian], checks: Checks) -> Iterator[LogitGaussian]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from errbar.capture import own_parameters
 from errbar.data import Batch
 from errbar.fisher import Fisher
-from errbar.layers import Selection, layers_that_ran, owner, select
+from errbar.layers import Layer, Selection, owner, select
 from errbar.network import Network, as_logits, replicate, run
 from errbar.norms import NormLayer, norm_layers
 from errbar.shared import SharedLayer, shared_layers
@@ -36,16 +35,16 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """What one pass showed: modules in the order in which they last finished, and what ran.
+    """What one pass showed: what ran, and how large it is.
 
-    `layers` are the linear layers and convolutions whose parameters are theirs alone, with positions counted in the
-    whole flat vector; `uses` how often each was used for one sample, and `calls` how often it was called. `norms` are
-    the norm layers whose parameters are theirs alone.
+    `ran` are the layers that `last_layers` counts, in order. `layers` are the linear layers and convolutions whose
+    parameters are theirs alone, with positions counted in the whole flat vector; `uses` how often each was used for one
+    sample, and `calls` how often it was called. `norms` are the norm layers whose parameters are theirs alone.
     """
 
     network: Network
     classes: int
-    order: tuple[str, ...]
+    ran: tuple[Layer, ...]
     events: tuple[Event, ...]
     layers: tuple[SharedLayer, ...]
     norms: tuple[NormLayer, ...]
@@ -54,16 +53,16 @@ class Survey:
     returning: frozenset[str]
     seconds: float
 
-    @cached_property
+    @property
     def n_layers(self) -> int:
-        """How many layers with parameters ran: the largest `last_layers`."""
-        return len(layers_that_ran(self.network.module, self.order))
+        """How many layers with parameters there are: the largest `last_layers`."""
+        return len(self.ran)
 
     def last(self, count: int) -> Selection:
-        return select(self.network, self.order, last_layers=count, parameters=None)
+        return select(self.network, self.ran, last_layers=count, parameters=None)
 
     def everything(self) -> Selection:
-        return select(self.network, self.order, last_layers=None, parameters="all")
+        return select(self.network, self.ran, last_layers=None, parameters="all")
 
     def tail(self, selection: Selection) -> Iterator[Event]:
         """What ran from the first selected module on: that is what is differentiated."""
@@ -129,13 +128,12 @@ class Survey:
                 yield Term(layer.name, layer.outputs, own.width, self.uses[layer.name], plain, returns)
 
 
-def survey(network: Network, batch: Batch, *, samples: int = 2) -> Survey:
-    """Run the first samples of a prepared batch through the network once."""
+def survey(network: Network, batch: Batch, ran: tuple[Layer, ...], *, samples: int = 2) -> Survey:
+    """Run the first samples of a prepared batch through the network once; `ran` are its layers in order."""
     few = batch.rows(0, min(samples, len(batch)))
     size = len(few)
     replica = replicate(network.module).eval()
     modules = dict(replica.named_modules())
-    order: dict[str, None] = {}
     events: list[Event] = []
     returned: dict[str, Tensor] = {}
     calls: dict[str, int] = {}
@@ -144,8 +142,6 @@ def survey(network: Network, batch: Batch, *, samples: int = 2) -> Survey:
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            order.pop(name, None)
-            order[name] = None
             if name in leaves:
                 calls[name] = calls.get(name, 0) + 1
                 seconds = time.perf_counter() - start
@@ -169,7 +165,7 @@ def survey(network: Network, batch: Batch, *, samples: int = 2) -> Survey:
             uses[event.module] = uses.get(event.module, 0) + max(1, event.outputs // outputs[event.module])
     returning = frozenset(name for name, output in returned.items() if output is logits and calls[name] == 1)
     norms = tuple(norm for norm in norm_layers(network, _every(network)) if norm.name in calls)
-    return Survey(network, logits.shape[1], tuple(order), tuple(events), layers, norms, uses, calls, returning, seconds)
+    return Survey(network, logits.shape[1], ran, tuple(events), layers, norms, uses, calls, returning, seconds)
 
 
 def _starts(layer: SharedLayer | NormLayer) -> set[int]:
