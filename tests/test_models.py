@@ -824,6 +824,93 @@ def test_convolutions_group_norm_and_residuals(select: dict[str, Any]) -> None:
     assert_right(seeded(Residual()), randn(6, 1, 5, 5), **select)
 
 
+class Tempered(nn.Module):
+    """A learned temperature, as CLIP's `logit_scale`: a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.body = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x))) * self.scale.exp()
+
+
+def restricted_to(structure: str, information: Tensor, model: nn.Module) -> Tensor:
+    """What a structure keeps of the information; of Kronecker factors, for one sample."""
+    if structure in ("dense", "lowrank"):
+        return information
+    if structure == "diag":
+        return information.diagonal().diag()
+    owners = [name.rpartition(".")[0] for name, p in model.named_parameters() for _ in range(p.numel())]
+    same = torch.tensor([[a == b for b in owners] for a in owners])
+    return torch.where(same, information, 0.0)
+
+
+@pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
+def test_parameters_without_dimensions(structure: str, tmp_path: Any) -> None:
+    """The whole flow; Kronecker factors of one sample are exact, and of more they are not."""
+    model, x = seeded(Tempered()), randn(1 if structure == "kron" else 12, 4)
+    more, frames = randn(3, 4, seed=5), randn(4, 4, seed=6)
+    options = {"rank": 60} if structure == "lowrank" else {}
+    posterior = errbar.fit(model, [x], parameters="all", structure=structure, prior=Prior(2.0), **options)
+    names = posterior.information.parameter_names
+    assert names == ("scale", "body.weight", "body.bias", "head.weight", "head.bias")
+    information = restricted_to(structure, reference(model, names, x)[0], model)
+    assert_close(posterior.information.dense(), information)
+    P = torch.linalg.inv(information + 2.0 * torch.eye(len(information), dtype=FLOAT64))
+    assert_close(posterior.covariance(), P)
+    J = reference_jacobians(model, names, frames)
+    assert_close(posterior.logits(frames).covariance, J @ P @ J.mT)
+    assert_close(posterior.joint_logits(frames).covariance, torch.einsum("imp,pq,jnq->imjn", J, P, J))
+    with torch.no_grad():
+        assert_close(posterior.logits(frames).mean, model(frames))
+    drawn = posterior.sample_parameters(5, seed=2)
+    assert {name: tuple(value.shape) for name, value in drawn.items()} == {
+        name: (5, *p.shape) for name, p in model.named_parameters()
+    }
+    assert bool((posterior.predict_by_parameters(frames, samples=4).std > 0).all())
+    updated = posterior.update([more])
+    assert float(updated.covariance().trace()) < float(P.trace())
+    if structure != "lowrank":
+        assert_close(updated.forget([more]).covariance(), P, 1e-7)
+    posterior.save(tmp_path / "posterior.errbar")
+    loaded = errbar.load(tmp_path / "posterior.errbar", model)
+    assert torch.equal(loaded.predict(frames).pmf, posterior.predict(frames).pmf)
+    with pytest.raises(errbar.ExportError, match=r"about scale, body\.weight.*cannot differentiate by"):
+        posterior.export(tmp_path / "posterior.pt2", example=frames)
+
+
+@pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
+def test_a_parameter_without_dimensions_alone(structure: str) -> None:
+    model, x = seeded(Tempered()), randn(12, 4)
+    posterior = errbar.fit(model, [x], parameters=["scale"], structure=structure)
+    information, covariance = reference(model, ("scale",), x)
+    assert_close(posterior.information.dense(), information)
+    assert_close(posterior.logits(x).covariance, covariance)
+
+
+def test_parameters_without_dimensions_where_no_batching_rule_exists() -> None:
+    """Control flow on values is differentiated sample by sample."""
+
+    class Branching(Tempered):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(-x if x[0, 0] > 0 else x)
+
+    model, rows = seeded(Branching()), list(randn(6, 4).split(1))
+    names = tuple(name for name, _ in model.named_parameters())
+    information = torch.stack([reference(model, names, row)[0] for row in rows]).sum(0)
+    for structure in ("dense", "lowrank"):
+        posterior = errbar.fit(model, rows, parameters="all", structure=structure, rank=60)
+        assert_close(posterior.information.dense(), information)
+
+
+def test_a_plan_with_parameters_without_dimensions() -> None:
+    options = errbar.plan(seeded(Tempered()), randn(8, 4)).options
+    assert {option.n_parameters for option in options if option.last_layers is None} == {44}
+
+
 def test_batch_norm_with_running_statistics() -> None:
     model = seeded(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)))
     model[1].running_mean.copy_(randn(3))

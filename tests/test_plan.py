@@ -18,8 +18,12 @@ from torch import Tensor, nn
 import errbar
 from errbar import _linalg
 from errbar.costs import cost
+from errbar.data import Batch
 from errbar.experiments.resnet import cifar_resnet
+from errbar.layers import Selection
 from errbar.memory import available_bytes
+from errbar.network import Network
+from errbar.survey import survey
 from errbar.workload import Term, Workload
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +44,21 @@ def only(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("errbar.structures.available_bytes", lambda device: size)
 
 
+def tempered() -> nn.Module:
+    """A learned temperature, a parameter of the model itself, after a layer."""
+
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale.exp()
+
+    return Tempered()
+
+
 # ------------------------------------------------------------------------------------------------------- what is listed
 
 
@@ -50,6 +69,14 @@ def test_every_structure_is_listed_for_every_number_of_layers() -> None:
     assert [o.exact for o in plan.options if o.last_layers == 3] == [True, False, False, False, False]
     assert all(o.fits for o in plan.options)
     assert all(o.exact for o in plan.options if o.last_layers == 1 and o.structure == "block")
+
+
+def test_a_parameter_of_the_model_itself_is_taken_to_be_used_from_the_start() -> None:
+    network = Network(tempered())
+    seen = survey(network, Batch((torch.zeros(8, 4),)))
+    own = Selection(("scale",), ((),))
+    assert [event.module for event in seen.tail(own)] == ["layer"]
+    assert seen.workload(own, batch=8, fisher="ggn", dtype=torch.float32, rank=5).tail_bytes == 4 * 3
 
 
 def test_all_parameters_are_listed_where_they_are_more_than_the_layers() -> None:

@@ -55,7 +55,8 @@ def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[T
     # Fused attention kernels have no batching rule for their derivative; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
         parts = vmap(jacrev(single), in_dims=(None, 0))(selection.values(network.module), batch.over_samples())
-    return _joined([parts[name].flatten(2) for name in selection.names])
+    # `flatten(2)` would refuse the derivative by a parameter without dimensions, which has no third one.
+    return _joined([parts[name].reshape(*parts[name].shape[:2], -1) for name in selection.names])
 
 
 def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:

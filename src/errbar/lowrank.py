@@ -363,7 +363,8 @@ def _vectorised(
         parts = vmap(single)(batch.over_samples(), vectors)
     rows = vectors.new_empty(size, vectors.shape[1], selection.n_parameters)
     for name, where in selection.slices().items():
-        rows[:, :, where] = parts.pop(name).flatten(2)
+        # `flatten(2)` would refuse the derivative by a parameter without dimensions, which has no third one.
+        rows[:, :, where] = parts.pop(name).reshape(*rows.shape[:2], -1)
     return rows
 
 

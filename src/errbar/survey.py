@@ -65,9 +65,12 @@ class Survey:
         return select(self.network, self.ran, last_layers=None, parameters="all")
 
     def tail(self, selection: Selection) -> Iterator[Event]:
-        """What ran from the first selected module on: that is what is differentiated."""
+        """What ran from the first selected module on: that is what is differentiated.
+
+        Where a parameter belongs to the model itself, nothing tells when it is used: perhaps at once.
+        """
         selected = {owner(name) for name in selection.names}
-        started = False
+        started = "" in selected
         for event in self.events:
             started = started or event.module in selected or any(event.module.startswith(f"{s}.") for s in selected)
             if started:
