@@ -140,6 +140,7 @@ ORDER = [
     "information",
     "export_chain",
     "export_graph",
+    "export_numbers",
     "export",
     "planner",
     "posterior",

@@ -676,6 +676,51 @@ def test_more_classes_than_a_graph_can_factorise(tmp_path: Path) -> None:
     posterior = errbar.fit(seeded(mlp(6, 2, 130)), [normal(30, 6)], last_layers=1)
     with pytest.raises(errbar.ExportError, match=r"With 130 classes .* expected at most 128.*fisher='eta'"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6), samples=10)
+class Numbers(nn.Module):
+    """Functions with numbers that float32 has not: before the selected layers, between, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.where(x > 0.1, torch.add(x, x.sin(), alpha=0.3), 0.7).masked_fill(x < -1.1, 0.3)
+        x = F.elu(torch.sub(x, x.cos(), alpha=0.1).clamp(-0.9, 1.3), 0.7) + torch.full((6,), 0.1, dtype=x.dtype)
+        x = F.hardtanh(F.leaky_relu(self.first(x), 0.3) * 1.7, -0.7, 3.3)
+        return self.last(x) / 0.3
+
+
+@pytest.mark.parametrize("structure", ["dense", "kron"])
+def test_numbers_stay_float64_in_onnx_files_of_float64_models(structure: str, tmp_path: Path) -> None:
+    """T = 1.4 is 1.39999998 in float32; what is left is the order of sums."""
+    model = seeded(Numbers()).double()
+    posterior = errbar.fit(model, [normal(40, 6)], last_layers=2, structure=structure, prior=errbar.Prior(2.0))
+    posterior = posterior.with_calibration(temperature=1.4, covariance_scale=0.3)
+    posterior.export(tmp_path / "posterior.onnx", example=normal(3, 6), samples=30, seed=4, risk=THRESHOLDS)
+    x = normal(5, 6, seed=8, dtype=torch.float64)
+    found = by_onnx_runtime(tmp_path / "posterior.onnx", x=x)
+    require_parity(found, posterior, x, seed=4, samples=30, tolerance=1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_onnx_files_of_float64_models_say_what_predict_says(case: str, tmp_path: Path) -> None:
+    posterior, shape = fitted(case, 5, torch.float64)
+    posterior = posterior.with_calibration(temperature=1.4, covariance_scale=0.3)
+    posterior.export(tmp_path / "posterior.onnx", example=normal(3, *shape), samples=30, seed=4, risk=THRESHOLDS)
+    x = normal(5, *shape, seed=8, dtype=torch.float64)
+    found = by_onnx_runtime(tmp_path / "posterior.onnx", x=x)
+    require_parity(found, posterior, x, seed=4, samples=30, tolerance=1e-12)
+
+
+def test_numbers_that_onnx_has_in_float32_only(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(6, 8), nn.CELU(0.7), nn.Linear(8, 3)), scale=3.0).double()
+    posterior = errbar.fit(model, [normal(30, 6)], last_layers=1, fisher="eta")
+    with pytest.raises(errbar.ExportError, match=r"ONNX Runtime and .* differ by .*numbers in float32 only: a \.pt2"):
+        posterior.export(tmp_path / "posterior.onnx", example=normal(20, 6), samples=10)
+    posterior.export(tmp_path / "posterior.pt2", example=normal(20, 6), samples=10)
+
+
 
 
 class Counting(nn.Module):

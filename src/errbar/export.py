@@ -29,6 +29,7 @@ from errbar.data import Batch
 from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_install
 from errbar.export_chain import ChainedNetwork, Linear, Sample, chained, exported, named_inputs
 from errbar.export_graph import Draws, PredictionGraph, head
+from errbar.export_numbers import exact_numbers
 from errbar.logits import LogitGaussian
 from errbar.modes import plain_execution
 from errbar.prediction import Prediction, standard_normal
@@ -246,9 +247,18 @@ def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
         if not error <= limit:
             raise ExportError(
                 f"{who} and posterior.predict differ by {error:.1e} in '{name}' of the example; expected at most "
-                f"{limit:.0e}. Where the prior is weak, that is rounding: fit with precision='float64' or a larger "
-                "prior precision. A model that does something else for a batch of one cannot be exported."
+                f"{limit:.0e}. {_cause(who, truth.dtype)} A model that does something else for a batch of one cannot "
+                "be exported."
             )
+
+def _cause(who: str, dtype: torch.dtype) -> str:
+    """Why a graph may differ from `predict`, and what to do about it."""
+    if who == "ONNX Runtime" and dtype == torch.float64:
+        return (
+            "ONNX has some operations (Celu, attention) with numbers in float32 only: a .pt2 file has them as they are."
+        )
+    return "Where the prior is weak, that is rounding: fit with precision='float64' or a larger prior precision."
+
 
 
 def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]) -> bytes:
@@ -259,7 +269,13 @@ def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str
     try:
         with _quiet(logging.getLogger("torch.onnx")):
             made = torch.onnx.export(
-                program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False, optimize=True
+                program,
+                dynamo=True,
+                input_names=list(inputs),
+                output_names=list(outputs),
+                verbose=False,
+                optimize=True,
+                custom_translation_table=exact_numbers(),
             )
     except Exception as error:
         raise ExportError(

@@ -154,7 +154,16 @@ class OutputVariance(nn.Module):
     def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B d"]:
         (term,) = terms
         inner = term.inner if self.inner is None else term.inner @ self.inner
-        return inner.square() @ self.get_buffer("variances").T
+        # Nothing is below zero; it keeps a runtime from making one operation of the product and T_c/T², see `_times`.
+        return (inner.square() @ self.get_buffer("variances").T).clamp_min(0)
+
+
+def _times(matrices: Float[Tensor, "B *d"], factor: float) -> Float[Tensor, "B *d"]:
+    """`matrices * factor` by as many numbers as a matrix has.
+
+    ONNX Runtime makes one operation of a product of matrices and a number, in which the number is float32.
+    """
+    return matrices * torch.full(matrices.shape[1:], factor, dtype=matrices.dtype)
 
 
 def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[Tensor, "B m m"]:
@@ -225,7 +234,7 @@ class PredictionGraph(nn.Module):
         mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
         mean = mean / self.temperature
         made = self.covariance(self.network.terms(values, self.start, self.dtype))
-        made = made / self.temperature**2 * self.covariance_scale
+        made = _times(made, self.covariance_scale / self.temperature**2)
         samples = torch.softmax(self.sampled_logits(mean - mean.mean(1, keepdim=True), made), 1)
         pmf = samples.mean(2)
         results = {"pmf": pmf}
@@ -233,7 +242,7 @@ class PredictionGraph(nn.Module):
             deviations = samples - pmf[:, :, None]
             results["std"] = deviations.square().mean(2).sqrt()
         if "covariance" in self.outputs:
-            results["covariance"] = deviations @ deviations.mT / samples.shape[2]
+            results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2])
         results["logits"] = mean
         if "logit_covariance" in self.outputs:
             results["logit_covariance"] = self.full(made).to(mean.dtype)
