@@ -191,6 +191,17 @@ def test_an_output_is_replaced_by_force(files: Workspace, tmp_path: Path) -> Non
     assert errbar.info(output).kind == "posterior"
 
 
+@pytest.mark.parametrize("arguments", [FIT, [*PREDICT, "data.npz", "--model", "tiny_net:trained"]])
+def test_a_pipe_is_not_replaced_by_force(arguments: list[str], files: Workspace, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for force in ([], ["--force"]):
+        result = run(*arguments, "-o", str(pipe), *force)
+        assert result.code == 1
+        assert "it is a pipe" in result.err
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -591,6 +592,15 @@ def test_a_folder_that_is_not_there(simple: errbar.Posterior, tmp_path: Path) ->
         simple.export(tmp_path / "nowhere" / "posterior.pt2", example=normal(2, 6))
 
 
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_pipe_in_place_of_a_file(simple: errbar.Posterior, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"posterior.{ending}"
+    os.mkfifo(path)
+    with pytest.raises(errbar.FileError, match=r"posterior\.\w+: it is a pipe"):
+        simple.export(path, example=normal(2, 6))
+    assert path.is_fifo()
+
+
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
 def test_onnx_files_need_an_extra(
     simple: errbar.Posterior, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -666,16 +676,6 @@ def test_operations_that_onnx_runtime_has_not_in_float64(tmp_path: Path) -> None
     assert not (tmp_path / "posterior.onnx").exists()
 
 
-def test_half_precision(tmp_path: Path) -> None:
-    posterior = errbar.fit(seeded(mlp(6, 8, 3)).bfloat16(), [normal(30, 6)], last_layers=1)
-    with pytest.raises(errbar.ExportError, match=r"are torch\.bfloat16; expected all of them float32"):
-        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
-
-
-def test_more_classes_than_a_graph_can_factorise(tmp_path: Path) -> None:
-    posterior = errbar.fit(seeded(mlp(6, 2, 130)), [normal(30, 6)], last_layers=1)
-    with pytest.raises(errbar.ExportError, match=r"With 130 classes .* expected at most 128.*fisher='eta'"):
-        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6), samples=10)
 class Numbers(nn.Module):
     """Functions with numbers that float32 has not: before the selected layers, between, and behind them."""
 
@@ -721,6 +721,16 @@ def test_numbers_that_onnx_has_in_float32_only(tmp_path: Path) -> None:
     posterior.export(tmp_path / "posterior.pt2", example=normal(20, 6), samples=10)
 
 
+def test_half_precision(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(mlp(6, 8, 3)).bfloat16(), [normal(30, 6)], last_layers=1)
+    with pytest.raises(errbar.ExportError, match=r"are torch\.bfloat16; expected all of them float32"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
+
+
+def test_more_classes_than_a_graph_can_factorise(tmp_path: Path) -> None:
+    posterior = errbar.fit(seeded(mlp(6, 2, 130)), [normal(30, 6)], last_layers=1)
+    with pytest.raises(errbar.ExportError, match=r"With 130 classes .* expected at most 128.*fisher='eta'"):
+        posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6), samples=10)
 
 
 class Counting(nn.Module):

@@ -6,20 +6,25 @@ import errno
 import fcntl
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import errbar
 import make_format_files
 from errbar import atomic, files
+from errbar.curves import new_figure, write_figure
+from errbar.experiments import runs, store
 from mutations import sealed
 
 HERE = Path(__file__).parent
@@ -278,6 +283,77 @@ def test_through_a_link_the_file_is_replaced_and_not_the_link(posterior: errbar.
     posterior.save(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert errbar.verify(tmp_path / "elsewhere" / "file").kind == "posterior"
+
+
+def special_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """A name for each kind of file that is not regular, directly and through a link, and what it is called."""
+    os.mkfifo(folder / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as listener:
+        # A path of a socket has a hundred characters at most.
+        here = os.open(folder, os.O_RDONLY)
+        try:
+            listener.bind(f"/proc/self/fd/{here}/socket.png")
+        finally:
+            os.close(here)
+    # A terminal of our own, where no file can be made: a test that fails must not take /dev/null away.
+    first, second = os.openpty()
+    try:
+        for name, kind in (("pipe.png", "pipe"), ("socket.png", "socket"), (os.ttyname(second), "device")):
+            link = folder / f"link to {kind}.png"
+            link.symlink_to(folder / name)
+            yield folder / name, kind
+            yield link, kind
+    finally:
+        os.close(first)
+        os.close(second)
+
+
+def test_only_regular_files_are_replaced(posterior: errbar.Posterior, tmp_path: Path) -> None:
+    model, data = make_format_files.model(), make_format_files.data()
+    writers: dict[str, Callable[[Path], object]] = {
+        "posterior": posterior.save,
+        "information": posterior.information.save,
+        "checkpoint": lambda path: errbar.collect(model, data, last_layers=1, checkpoint=path, every=1),
+        "bytes": lambda path: atomic.write_file(path, b"new"),
+        "run": lambda path: runs.write(path, {"a": 1}),
+        "network": lambda path: store._save(path, {}, nn.Linear(2, 2)),
+        "figure": lambda path: write_figure(new_figure((1, 1)), path),
+    }
+    for path, kind in special_files(tmp_path):
+        before, there = os.stat(path), os.listdir(tmp_path)
+        for name, write in writers.items():
+            if name == "figure" and not path.suffix:
+                continue  # which says what is to be drawn
+            with pytest.raises(errbar.FileError, match=rf"Cannot write .*: it is a {kind}, .* expected a new name"):
+                write(path)
+        assert os.path.samestat(os.stat(path), before)
+        assert sorted(os.listdir(tmp_path)) == sorted(there)
+
+
+def test_a_pipe_that_appears_while_a_file_is_written_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def late() -> None:
+        with atomic.replacing(path) as descriptor:
+            atomic.write_all(descriptor, b"new")
+            os.mkfifo(path)
+
+    with pytest.raises(errbar.FileError, match="it is a pipe"):
+        late()
+    assert stat.S_ISFIFO(os.lstat(path).st_mode)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_standard_output_is_refused_where_it_is_a_pipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from errbar.atomic import write_file; write_file('/dev/stdout', b'new')"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(errbar.__file__).parent.parent)},
+    )
+    assert done.stdout == ""
+    assert "errbar.errors.FileError: Cannot write /dev/stdout: it is a pipe" in done.stderr
 
 
 def test_what_a_killed_writer_left_is_removed_and_what_a_writer_holds_is_not(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -483,6 +484,9 @@ def test_a_page_is_written_whole_or_not_at_all(made: Report, tmp_path: Path) -> 
     assert text.endswith("</html>\n")
     with pytest.raises(errbar.FileError, match="expected a folder"):
         report.write(made, tmp_path / "nowhere" / "report.html")
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(errbar.FileError, match="it is a pipe"):
+        report.write(made, tmp_path / "pipe.html")
 
 
 def test_elements_escape_texts_and_attributes() -> None:

@@ -4,12 +4,16 @@ The new content goes into a temporary file beside the target, which is synchroni
 target's name. A full disk or an error removes the temporary file; a killed process cannot. So each writer holds a lock
 on its temporary file, which the system drops when the process ends, and the next writer of the same target removes
 temporary files that nobody has locked. Where the file system has no locks, such files stay.
+
+Only regular files are replaced: a pipe, a socket or a device of that name would be gone, and nobody would read what was
+meant for it. They are refused, through symbolic links too (/dev/stdout).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +29,12 @@ _COUNTER = count()
 # What file systems answer that do not synchronise directories, and those that have no locks (some of clusters).
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+_SPECIAL = {
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
 
 
 def file_name(path: object) -> str:
@@ -42,13 +52,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     try:
         # Through a symbolic link the file is replaced, not the link.
         target = Path(os.path.realpath(name))
-        if target.is_dir():
-            raise FileError(f"Cannot write {path}: it is a folder; expected the name of a file.")
+        _require_replaceable(name)
         _remove_left_over(target)
         descriptor, temporary = _create(target)
         try:
             yield descriptor
             os.fsync(descriptor)
+            _require_replaceable(name)
             os.replace(temporary, target)
             _synchronise_folder(target.parent)
         except BaseException:
@@ -65,6 +75,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         ) from error
 
 
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file whole, in place of the one that is there, if any."""
+    with replacing(path) as descriptor:
+        write_all(descriptor, data)
+
+
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """`os.write` until everything is written, because it may take a part only."""
     rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
@@ -74,9 +90,28 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def require_writable_folder(path: str | os.PathLike[str]) -> None:
     """Refuse a file that could not be written later, before hours are spent on what goes into it."""
-    folder = Path(os.path.realpath(file_name(path))).parent
+    name = file_name(path)
+    _require_replaceable(name)
+    folder = Path(os.path.realpath(name)).parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise FileError(f"Cannot write {path}: expected a folder {folder} that exists and can be written to.")
+
+
+def _require_replaceable(name: str) -> None:
+    """Refuse the name of something that is not a regular file."""
+    try:
+        # Of the name as it was given: the system follows links that `realpath` cannot read (/dev/stdout to a pipe).
+        mode = os.stat(name).st_mode
+    except OSError:
+        return  # nothing is there, or nothing that can be reached: writing says what is wrong
+    if stat.S_ISDIR(mode):
+        raise FileError(f"Cannot write {name}: it is a folder; expected the name of a file.")
+    if not stat.S_ISREG(mode):
+        kind = _SPECIAL.get(stat.S_IFMT(mode), "special file")
+        raise FileError(
+            f"Cannot write {name}: it is a {kind}, and a file would take its place; expected a new name or that of a "
+            "regular file. Write a file, and copy it there."
+        )
 
 
 def _create(target: Path) -> tuple[int, Path]:

@@ -6,13 +6,16 @@ colour-blind and for grey print, a dash and a marker as well.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar.atomic import write_file
 from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 
 if TYPE_CHECKING:
@@ -225,3 +228,10 @@ def new_figure(size: tuple[float, float]) -> Figure:
             f"Figures need matplotlib, which is not installed: {how_to_install('plots')}."
         ) from missing
     return Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.05))
+
+
+def write_figure(figure: Figure, path: Path, **options: Any) -> None:
+    """Write a figure as the name of the file says, whole or not at all; `options` of `savefig`."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix[1:], **options)
+    write_file(path, buffer.getvalue())

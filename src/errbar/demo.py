@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import errbar
 from errbar import metrics, plots
 from errbar._progress import track
+from errbar.curves import write_figure
 from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
 from errbar.experiments.evaluation import contrasting
@@ -293,13 +294,13 @@ def draw(comparison: Comparison, test: Samples, output: Path) -> tuple[Path, Pat
     """The reliability diagrams of all methods, and the paper's first figure, as PNG files in `output`."""
     reliability, figure_one = output / "reliability.png", output / "figure-one.png"
     diagrams = {method.replace("T_c", "$T_c$").replace(" T ", " $T$ "): pmf for method, pmf in comparison.pmfs.items()}
-    plots.reliability_grid(diagrams, test.y).savefig(reliability, dpi=160)
+    write_figure(plots.reliability_grid(diagrams, test.y), reliability, dpi=160)
     everything = comparison.gaussian
     chosen = list(contrasting(everything, everything.predict().pmf))
     gaussian = errbar.LogitGaussian(everything.mean[chosen], everything.covariance[chosen])
     images = test.x[chosen].reshape(-1, 8, 8)
     titles = [f"labelled {label}" for label in test.y[chosen].tolist()]
-    plots.figure_one(images, gaussian, gaussian.predict(), titles=titles).savefig(figure_one, dpi=160)
+    write_figure(plots.figure_one(images, gaussian, gaussian.predict(), titles=titles), figure_one, dpi=160)
     return reliability, figure_one
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from errbar.atomic import replacing, require_writable_folder, write_all
+from errbar.atomic import require_writable_folder, write_file
 from errbar.capture import LinearLayer
 from errbar.data import Batch
 from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_install
@@ -146,8 +146,7 @@ def write_export(
         else:
             data = _onnx(program, list(named_inputs(batch)), request.outputs, about)
             _require_agreement_of_onnx_runtime(data, examples, request.outputs)
-    with replacing(path) as descriptor:
-        write_all(descriptor, data)
+    write_file(path, data)
 
 
 def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -> ExportedProgram:
@@ -251,6 +250,7 @@ def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
                 "be exported."
             )
 
+
 def _cause(who: str, dtype: torch.dtype) -> str:
     """Why a graph may differ from `predict`, and what to do about it."""
     if who == "ONNX Runtime" and dtype == torch.float64:
@@ -258,7 +258,6 @@ def _cause(who: str, dtype: torch.dtype) -> str:
             "ONNX has some operations (Celu, attention) with numbers in float32 only: a .pt2 file has them as they are."
         )
     return "Where the prior is weak, that is rounding: fit with precision='float64' or a larger prior precision."
-
 
 
 def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]) -> bytes:

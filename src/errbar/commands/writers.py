@@ -39,9 +39,10 @@ def require_new(path: Path, force: bool) -> None:
     """Refuse an output before anything is computed for it: one that exists, or that could not be written."""
     if path.is_dir():
         raise FileError(f"The output {path} is a folder; expected the name of a file.")
+    # First, because --force replaces no pipe and no device.
+    require_writable_folder(path)
     if path.exists() and not force:
         raise FileError(f"The output {path} exists already; expected a new name, or --force to replace it.")
-    require_writable_folder(path)
 
 
 def require_format(path: Path) -> None:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Printed
 
+from errbar.atomic import write_file
 from errbar.experiments import figures, tables
 from errbar.experiments.pretrained import DEPTHS, pretrained
 from errbar.experiments.reproduce import reproduce
@@ -54,7 +55,8 @@ def run(
         if name in made:
             console.print(_compact(made[name]))
     page = output / f"{options.stem}.md"
-    page.write_text("\n\n".join(f"## {t.title}\n\n{t.markdown()}" for t in made.values()) + "\n", encoding="utf-8")
+    text = "\n\n".join(f"## {t.title}\n\n{t.markdown()}" for t in made.values()) + "\n"
+    write_file(page, text.encode())
     path = output / f"{options.stem}.json"
     drawn = figures.draw(json.loads(path.read_text(encoding="utf-8")), output)
     for figure in drawn:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar import LogitGaussian, plots
-from errbar.curves import DASHED, DASHES, SMALL, TEXT, key_below, key_height, new_figure, plain
+from errbar.curves import DASHED, DASHES, SMALL, TEXT, key_below, key_height, new_figure, plain, write_figure
 from errbar.errors import DataError
 from errbar.experiments import figure_values as values
 from errbar.experiments.figure_values import Result
@@ -64,8 +64,8 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
     figure.set_layout_engine("none")
     # Type 42 embeds the fonts as outlines that can be searched and edited; many journals refuse the default, type 3.
     with matplotlib.rc_context({"pdf.fonttype": 42}):
-        figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
-        figure.savefig(png, format="png", dpi=200)
+        write_figure(figure, pdf, metadata={"CreationDate": None})
+        write_figure(figure, png, dpi=200)
     return [pdf, png]
 
 

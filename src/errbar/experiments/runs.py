@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import errbar
+from errbar.atomic import write_file
 from errbar.errors import ArgumentError
 from errbar.experiments.problem import Problem
 
@@ -149,10 +150,8 @@ def save(result: dict[str, Any], options: Options) -> None:
 
 
 def write(path: Path, value: Any) -> None:
-    """Written beside and then renamed: a file with this name is always whole."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(rounded(value), separators=(",", ":")) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write a file of JSON, whole or not at all."""
+    write_file(path, (json.dumps(rounded(value), separators=(",", ":")) + "\n").encode())
 
 
 def rounded(value: Any) -> Any:

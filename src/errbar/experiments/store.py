@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
+
+from errbar.atomic import write_file
 
 
 def kept(
@@ -48,9 +49,6 @@ def _load(path: Path, recipe: str) -> tuple[dict[str, torch.Tensor], float] | No
 
 
 def _save(path: Path, metadata: dict[str, str], network: nn.Module) -> None:
-    """Written beside and then renamed: a file with this name is always whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(state, str(partial), metadata=metadata)
-    os.replace(partial, path)
+    write_file(path, save(state, metadata=metadata))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from errbar.atomic import write_file
 from errbar.errors import ArgumentError
 from errbar.experiments.evaluation import paired
 
@@ -317,7 +318,7 @@ def fill(text: str, results: Mapping[str, Result]) -> str:
 def refresh(page: Path, folder: Path) -> None:
     """Write the tables of a document anew from the result files of a folder."""
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    write_file(page, fill(page.read_text(encoding="utf-8"), results).encode())
 
 
 def mean_and_deviation(values: Sequence[float], form: str) -> str:

@@ -6,7 +6,7 @@ import os
 from importlib import resources
 
 from errbar import curves
-from errbar.atomic import replacing, require_writable_folder, write_all
+from errbar.atomic import require_writable_folder, write_file
 from errbar.report import charts
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant
@@ -37,8 +37,7 @@ def write(report: Report, path: str | os.PathLike[str]) -> None:
     require_writable_folder(path)
     # File names may hold bytes that are no text; they become question marks.
     data = page(report).encode("utf-8", errors="replace")
-    with replacing(path) as descriptor:
-        write_all(descriptor, data)
+    write_file(path, data)
 
 
 def page(report: Report) -> str:
