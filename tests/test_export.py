@@ -710,7 +710,9 @@ def test_onnx_files_of_float64_models_say_what_predict_says(case: str, tmp_path:
     posterior.export(tmp_path / "posterior.onnx", example=normal(3, *shape), samples=30, seed=4, risk=THRESHOLDS)
     x = normal(5, *shape, seed=8, dtype=torch.float64)
     found = by_onnx_runtime(tmp_path / "posterior.onnx", x=x)
-    require_parity(found, posterior, x, seed=4, samples=30, tolerance=1e-12)
+    # ONNX has the ε of a batch norm in float32.
+    tolerance = 1e-8 if case == "convolutions" else 1e-12
+    require_parity(found, posterior, x, seed=4, samples=30, tolerance=tolerance)
 
 
 def test_numbers_that_onnx_has_in_float32_only(tmp_path: Path) -> None:

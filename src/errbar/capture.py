@@ -16,7 +16,7 @@ from functools import reduce
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from errbar.data import Batch
@@ -28,13 +28,17 @@ from errbar.network import Network, as_logits, run
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer and where its selected parameters start in the flat vector; None for one that is not selected."""
+    """A linear layer and where its selected parameters start in the flat vector; None for one that is not selected.
+
+    The weight is (outputs, inputs) in the flat vector, or where it is `transposed` (inputs, outputs).
+    """
 
     name: str
     outputs: int
     inputs: int
     weight_start: int | None
     bias_start: int | None
+    transposed: bool = False
 
     @property
     def weight(self) -> slice | None:
@@ -56,19 +60,37 @@ class LinearLayer:
         """Where parameter (output i, entry a of h) lies in the flat vector: (d, p)."""
         parts = []
         if self.weight is not None:
-            parts.append(torch.arange(self.weight.start, self.weight.stop).reshape(self.outputs, self.inputs))
+            parts.append(self.as_rows(torch.arange(self.weight.start, self.weight.stop)))
         if self.bias is not None:
             parts.append(torch.arange(self.bias.start, self.bias.stop)[:, None])
         return torch.cat(parts, 1)
 
-    def spans(self, start: int, stop: int) -> list[tuple[slice, slice]]:
-        """For outputs start … stop−1: which entries of h, and where their parameters lie in the flat vector."""
+    def as_rows(self, weights: Shaped[Tensor, "*K k"]) -> Shaped[Tensor, "*K d q"]:
+        """Flat weights as matrices whose rows are the outputs."""
+        leading = weights.shape[:-1]
+        if self.transposed:
+            return weights.reshape(*leading, self.inputs, self.outputs).mT
+        return weights.reshape(*leading, self.outputs, self.inputs)
+
+    def as_flat(self, rows: Float[Tensor, "*K d q"]) -> Float[Tensor, "*K k"]:
+        """The inverse of `as_rows`."""
+        return (rows.mT if self.transposed else rows).flatten(-2)
+
+    def spans(self, start: int, stop: int) -> list[tuple[slice, slice, slice]]:
+        """Of outputs start … stop−1: which, which entries of h, and where their parameters lie in the flat vector."""
         found = []
-        if self.weight_start is not None:
-            first, last = self.weight_start + start * self.inputs, self.weight_start + stop * self.inputs
-            found.append((slice(0, self.inputs), slice(first, last)))
+        every, inputs = slice(0, stop - start), slice(0, self.inputs)
+        if self.weight is not None and self.transposed:
+            # The parameters of one output lie as far from each other as there are outputs.
+            for output in range(start, stop):
+                where = slice(self.weight.start + output, self.weight.stop, self.outputs)
+                found.append((slice(output - start, output - start + 1), inputs, where))
+        elif self.weight is not None:
+            first, last = self.weight.start + start * self.inputs, self.weight.start + stop * self.inputs
+            found.append((every, inputs, slice(first, last)))
         if self.bias_start is not None:
-            found.append((slice(self.width - 1, self.width), slice(self.bias_start + start, self.bias_start + stop)))
+            one = slice(self.width - 1, self.width)
+            found.append((every, one, slice(self.bias_start + start, self.bias_start + stop)))
         return found
 
     def augmented(self, inputs: Float[Tensor, "*B q"]) -> Float[Tensor, "*B p"]:
@@ -178,12 +200,29 @@ def own_parameters(
 
 def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
     """The linear layers whose parameters are selected and belong to nothing else."""
-    return [
-        LinearLayer(name, part.out_features, part.in_features, where.get("weight"), where.get("bias"))
-        for name, part, where in own_parameters(network, selection)
-        # A subclass with a forward of its own may do anything.
-        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
-    ]
+    found = []
+    for name, part, where in own_parameters(network, selection):
+        shape = linear_shape(part)
+        if shape is not None:
+            found.append(LinearLayer(name, *shape[:2], where.get("weight"), where.get("bias"), shape[2]))
+    return found
+
+
+def linear_shape(part: nn.Module) -> tuple[int, int, bool] | None:
+    """Outputs, inputs and whether the weight is transposed, of a linear layer; None for what is none.
+
+    A subclass with a forward of its own may do anything.
+    """
+    if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
+        return part.out_features, part.in_features, False
+    # GPT-2's linear layer, known by its name: transformers are not imported here.
+    kinds = (
+        k for k in type(part).__mro__ if k.__name__ == "Conv1D" and k.__module__.partition(".")[0] == "transformers"
+    )
+    kind, weight = next(kinds, None), part._parameters.get("weight")
+    if kind is None or weight is None or weight.ndim != 2 or type(part).forward is not getattr(kind, "forward", None):
+        return None
+    return weight.shape[1], weight.shape[0], True
 
 
 # Of a module, its input and its output: what is to be differentiated by, and what goes on in place of the output.

@@ -251,14 +251,13 @@ def _add_block(whole: Float[Tensor, "n n"], key: BlockKey, total: Float[Tensor, 
     first, second, symmetric = key
     d, p, e, q = first.outputs, first.width, second.outputs, second.width
     for i, j, entries in packed.block_from_products(total, d, p, e, q, symmetric=symmetric):
-        for entry_rows, rows in first.spans(i, i + 1):
-            for entry_columns, columns in second.spans(j, e):
-                part = entries[entry_rows, :, entry_columns]
-                whole[rows, columns] += part.flatten(1)
-            # A diagonal sub-block is its own mirror image.
-            beyond = j + 1 if symmetric else j
-            for entry_columns, columns in second.spans(beyond, e):
-                part = entries[entry_rows, beyond - j :, entry_columns]
+        # A diagonal sub-block is its own mirror image.
+        beyond = j + 1 if symmetric else j
+        for _, entry_rows, rows in first.spans(i, i + 1):
+            for outputs, entry_columns, columns in second.spans(j, e):
+                whole[rows, columns] += entries[entry_rows, outputs, entry_columns].flatten(1)
+            for outputs, entry_columns, columns in second.spans(beyond, e):
+                part = entries[entry_rows, beyond - j :][:, outputs, entry_columns]
                 whole[columns, rows] += part.flatten(1).T
 
 

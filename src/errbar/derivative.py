@@ -154,7 +154,7 @@ def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tenso
     for factor in factors:
         term, layer = factor.jacobian(), factor.layer
         if layer.weight is not None:
-            explicit[:, :, layer.weight] += term[..., : layer.inputs].flatten(2)
+            explicit[:, :, layer.weight] += layer.as_flat(term[..., : layer.inputs])
         if layer.bias is not None:
             explicit[:, :, layer.bias] += term[..., -1]
     return explicit

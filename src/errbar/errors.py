@@ -78,7 +78,11 @@ class CalibrationWarning(UserWarning):
 
 
 class StructureNotice(UserWarning):
-    """`structure="auto"` took a structure that is not exact, because the exact one does not fit into memory."""
+    """A structure is not what its name promises.
+
+    `structure="auto"` took one that is not exact, because the exact one does not fit into memory; or `kron` takes some
+    layers as `diag` does, because it cannot take them apart.
+    """
 
 
 class DataWarning(UserWarning):

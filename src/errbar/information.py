@@ -231,7 +231,8 @@ def collect(
         fisher: "ggn", or "eta" for the paper's diagonal form.
         structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
             for whole networks. "auto" takes the first of dense, block, kron, lowrank, diag that fits into memory, with
-            a `StructureNotice` if that is not exact. See `errbar.structures`, and `errbar.plan` for what each costs.
+            a `StructureNotice` if that is not exact; "kron" gives one of layers that it takes as "diag" does. See
+            `errbar.structures`, and `errbar.plan` for what each costs.
         rank: of the sketch; for `structure="lowrank"` alone.
         precision: "float64" for products in float64 although the model is not.
         unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms. What is

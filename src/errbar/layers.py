@@ -38,6 +38,14 @@ class Selection:
             start += size
         return found
 
+    def matrices(self) -> dict[str, int]:
+        """The modules that own tensors of two dimensions or more, and how many parameters those have."""
+        found: dict[str, int] = {}
+        for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
+            if sum(length > 1 for length in shape) > 1:
+                found[owner(name)] = found.get(owner(name), 0) + size
+        return found
+
     def values(self, module: nn.Module) -> dict[str, Tensor]:
         """The chosen parameters of `module`, detached."""
         parameters = dict(module.named_parameters())
@@ -179,3 +187,9 @@ def _suggestion(available: Sequence[str], wanted: str) -> str:
     listed = close or list(available)[:8]
     more = "" if close or len(available) <= 8 else f" and {len(available) - 8} more"
     return f"Did you mean {', '.join(close)}?" if close else f"There are {', '.join(listed)}{more}."
+
+
+def listed_modules(names: Sequence[str]) -> str:
+    """Names of modules in a sentence, the first few of many."""
+    shown = ", ".join(f"'{name}'" if name else "the model's own parameters" for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

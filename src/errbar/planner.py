@@ -21,7 +21,7 @@ from errbar.errors import ArgumentError
 from errbar.fisher import require_fisher
 from errbar.information import require_option
 from errbar.inspection import inspect
-from errbar.layers import Selection
+from errbar.layers import Selection, listed_modules
 from errbar.memory import readable, usable_bytes
 from errbar.modes import plain_execution
 from errbar.network import Network, Output
@@ -48,7 +48,8 @@ class Option:
     `last_layers` is None for all parameters. Bytes are above what is held before the fit, without the model and the
     data: `posterior_bytes` after the fit, `fit_bytes` and `predict_bytes` the peaks, with the posterior. `seconds_once`
     are the factorisation, and what the first prediction makes of it. `fits` says whether both peaks are within the
-    memory that the plan was made for.
+    memory that the plan was made for. `diagonal` names the modules that `kron` cannot take apart and takes as `diag`
+    does; norm layers are not among them.
     """
 
     structure: Structure
@@ -62,6 +63,7 @@ class Option:
     predict_seconds_per_input: float
     exact: bool
     fits: bool
+    diagonal: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def plan(
     for last_layers, selection in _selections(seen):
         work = seen.workload(selection, batch=len(batch), fisher=kind, dtype=dtype, rank=directions, draws=draws)
         share = seen.tail_share(selection)
-        options += [_option(structure, last_layers, work, share, speed, limit) for structure in PREFERENCE]
+        alone = tuple(seen.alone(selection).matrices())
+        options += [_option(structure, last_layers, work, share, speed, limit, alone) for structure in PREFERENCE]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
@@ -153,7 +156,13 @@ def _selections(seen: Survey) -> list[tuple[int | None, Selection]]:
 
 
 def _option(
-    structure: Structure, last_layers: int | None, work: Workload, share: float, speed: _Speed, limit: int
+    structure: Structure,
+    last_layers: int | None,
+    work: Workload,
+    share: float,
+    speed: _Speed,
+    limit: int,
+    alone: tuple[str, ...],
 ) -> Option:
     found = cost(structure, work)
     fit, once, predict = speed.seconds(found, work, share)
@@ -169,6 +178,7 @@ def _option(
         predict_seconds_per_input=predict,
         exact=found.exact,
         fits=found.peak_bytes <= limit,
+        diagonal=alone if structure == "kron" else (),
     )
 
 
@@ -295,7 +305,10 @@ def _table(plan: Plan) -> str:
         f"{readable(plan.memory)} on {plan.device}, batches of {plan.batch:,}; bytes held, and at the peaks; seconds"
     )
     last = "~ not exact; no: does not fit; auto: what structure='auto' takes for all parameters"
-    return "\n".join([first, *(f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True)), last])
+    diagonal = max((option.diagonal for option in plan.options), key=len)
+    told = [f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart"] if diagonal else []
+    table = (f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
+    return "\n".join([first, *table, last, *told])
 
 
 def _thinned(counts: list[int | None], most: int) -> list[int | None]:

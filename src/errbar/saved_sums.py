@@ -114,10 +114,12 @@ def read_layers(fields: Sequence[Fields], selection: Selection, *, shared: bool)
     for part in fields:
         starts = {kind: part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start")}
         name, outputs, inputs = part.text("name"), part.whole("outputs", 1), part.whole("inputs", 1)
-        layer = LinearLayer(name, outputs, inputs, starts["weight_start"], starts["bias_start"])
+        # Files of before such layers were taken apart do not say so.
+        transposed = part.flag("transposed") if "transposed" in part else False
+        layer = LinearLayer(name, outputs, inputs, starts["weight_start"], starts["bias_start"], transposed)
         if shared:
             patches = _read_patches(part.part("patches")) if "patches" in part else None
-            layer = SharedLayer(name, outputs, inputs, layer.weight_start, layer.bias_start, patches)
+            layer = SharedLayer(name, outputs, inputs, layer.weight_start, layer.bias_start, transposed, patches)
         expected = {layer.weight_start: outputs * inputs, layer.bias_start: outputs}
         expected.pop(None, None)
         if not expected or any(sizes.pop(start, None) != size for start, size in expected.items() if start is not None):

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errbar.capture import Call, Factor, LinearLayer, own_parameters
+from errbar.capture import Call, Factor, LinearLayer, linear_shape, own_parameters
 from errbar.layers import Selection
 from errbar.network import Network
 
@@ -142,15 +142,15 @@ def shared_layers(network: Network, selection: Selection) -> list[SharedLayer]:
     found = []
     for name, part, where in own_parameters(network, selection):
         starts = (where.get("weight"), where.get("bias"))
-        kind = type(part)
-        # A subclass with a forward of its own may do anything.
-        if isinstance(part, nn.Linear) and kind.forward is nn.Linear.forward:
-            found.append(SharedLayer(name, part.out_features, part.in_features, *starts))
+        shape = linear_shape(part)
+        if shape is not None:
+            found.append(SharedLayer(name, *shape[:2], *starts, shape[2]))
         elif isinstance(part, (nn.Conv1d, nn.Conv2d)) and part.groups == 1:
             plain = nn.Conv1d if isinstance(part, nn.Conv1d) else nn.Conv2d
-            if kind.forward is plain.forward:
+            # A subclass with a forward of its own may do anything.
+            if type(part).forward is plain.forward:
                 inputs = part.in_channels * int(torch.Size(part.kernel_size).numel())
-                found.append(SharedLayer(name, part.out_channels, inputs, *starts, Patches.of(part)))
+                found.append(SharedLayer(name, part.out_channels, inputs, *starts, patches=Patches.of(part)))
     return found
 
 
@@ -158,7 +158,7 @@ def gathered(layer: LinearLayer, vectors: Float[Tensor, "*K n"]) -> Float[Tensor
     """The entries of flat vectors that belong to a layer, as (output i, entry a of h)."""
     parts = []
     if layer.weight is not None:
-        parts.append(vectors[..., layer.weight].unflatten(-1, (layer.outputs, layer.inputs)))
+        parts.append(layer.as_rows(vectors[..., layer.weight]))
     if layer.bias is not None:
         parts.append(vectors[..., layer.bias][..., None])
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -167,7 +167,7 @@ def gathered(layer: LinearLayer, vectors: Float[Tensor, "*K n"]) -> Float[Tensor
 def scatter_(vectors: Float[Tensor, "*K n"], layer: LinearLayer, values: Float[Tensor, "*K d p"]) -> None:
     """The inverse of `gathered`, in place."""
     if layer.weight is not None:
-        vectors[..., layer.weight] = values[..., : layer.inputs].flatten(-2)
+        vectors[..., layer.weight] = layer.as_flat(values[..., : layer.inputs])
     if layer.bias is not None:
         vectors[..., layer.bias] = values[..., -1]
 

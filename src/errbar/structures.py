@@ -35,7 +35,7 @@ from errbar.eigenbasis import KroneckerFactor
 from errbar.errors import StructureNotice
 from errbar.fisher import Fisher
 from errbar.kronecker import KroneckerAccumulator, KroneckerSum
-from errbar.layers import Layer, Selection
+from errbar.layers import Layer, Selection, listed_modules
 from errbar.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar.logits import JointLogits, LogitGaussian
 from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back
@@ -274,6 +274,7 @@ def way(
     request = Request.of(network, selection, batch, layers, fisher=fisher, dtype=dtype, rank=rank, size=size)
     if structure == "kron":
         by_layer = LayerwiseRoute.plan(network, selection, batch)
+        _say_what_is_diagonal(by_layer.rest.matrices(), selection.n_parameters)
         return ByLayer(structure, network, selection, by_layer, fisher, dtype, request)
     if structure == "lowrank":
         return ByRows(network, selection, fisher, dtype, rank, request)
@@ -281,6 +282,21 @@ def way(
     if structure == "diag" and route.by_layer is not None:
         return ByLayer(structure, network, selection, route.by_layer, fisher, dtype, request)
     return ByDerivative(structure, network, selection, route, fisher, n_classes, dtype, request)
+
+
+def _say_what_is_diagonal(alone: dict[str, int], n: int) -> None:
+    """A notice of the layers, with their parameters, that `kron` cannot take apart: it takes them as `diag` does.
+
+    Of norm layers, and other vectors, nothing is said: there is nothing in them to take apart.
+    """
+    if alone:
+        warnings.warn(
+            f"structure='kron' takes {listed_modules(tuple(alone))} as 'diag' does, {sum(alone.values()):,} of {n:,} "
+            "parameters: it expected linear layers, and convolutions in one group, whose weights nothing else uses. "
+            "Leave them out (parameters=[...]), or use structure='block' or 'lowrank' for the covariances within them.",
+            StructureNotice,
+            stacklevel=3,
+        )
 
 
 def structure_that_fits(

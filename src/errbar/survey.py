@@ -104,18 +104,18 @@ class Survey:
             device=self.network.device.type,
             rank=rank,
             draws=draws,
-            alone=tuple(self._alone(selection)),
+            alone=self.alone(selection).sizes,
             widest=max((event.outputs for event in self.tail(selection)), default=0),
         )
 
-    def _alone(self, selection: Selection) -> Iterator[int]:
-        """The sizes of selected tensors that neither a layer nor a norm layer holds."""
+    def alone(self, selection: Selection) -> Selection:
+        """The selected tensors that neither a layer nor a norm layer holds."""
         together = {start for layer in self.layers if layer.name in self.uses for start in _starts(layer)}
         together |= {start for norm in self.norms for start in _starts(norm)}
         every = _every(self.network).slices()
-        for name, size in zip(selection.names, selection.sizes, strict=True):
-            if every[name].start not in together:
-                yield size
+        shapes = zip(selection.names, selection.shapes, strict=True)
+        kept = {name: shape for name, shape in shapes if every[name].start not in together}
+        return Selection(tuple(kept), tuple(kept.values()))
 
     def _terms(self, selected: set[str]) -> Iterator[Term]:
         for layer in self.layers:
