@@ -411,6 +411,17 @@ def test_without_parameter_uncertainty_the_graph_is_temperature_scaling() -> Non
     assert float(found["std"].max()) < 1e-6
 
 
+def test_the_graph_adds_draws_without_losing_digits(tmp_path: Path) -> None:
+    """Equal samples are the worst case: what rounding takes from a sum, it takes every time."""
+    posterior, shape = fitted("two layers", 0)
+    x = normal(4, *shape)
+    path = tmp_path / "graph.onnx"
+    posterior.with_calibration(covariance_scale=0.0).export(path, example=x[:1], samples=20_000)
+    expected = torch.softmax(posterior.model(x).detach() / 1.3, 1)
+    found = by_onnx_runtime(path, x=x)["pmf"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-7)
+
+
 def test_logits_with_a_singular_covariance_are_exported_too() -> None:
     """Two hidden units and six classes: P^g of the first layer alone has rank two."""
     model = seeded(mlp(4, 2, 6)).double()

@@ -389,6 +389,47 @@ def test_another_temperature_is_noticed_by_labels(factor: float, test: str, with
     assert CLEAN < alarm.at <= CLEAN + within
 
 
+def confident() -> tuple[errbar.Posterior, Tensor]:
+    """A network that is sure of nearly all of its 1200 inputs: half of the mutual information is below 2e-7."""
+
+    def inputs(count: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        kinds = torch.randint(8, (count,), generator=generator)
+        return torch.eye(8)[kinds] + 0.12 * torch.randn(count, 8, generator=generator)
+
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        model.weight.copy_(12 * torch.eye(8))
+        model.bias.zero_()
+    return errbar.fit(model, [inputs(500, 1)], last_layers=1, prior=errbar.Prior(1000.0)), inputs(1200, 100)
+
+
+def clean_streams_with_alarms(posterior: errbar.Posterior, x: Tensor, reference: int, size: int, runs: int) -> int:
+    """Of streams of inputs in random order: the reference predicted in one batch, the rest in batches of `size`."""
+    alone = [posterior.predict(row) for row in x.split(1)] if size == 1 else []
+    found = 0
+    for run in range(runs):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(run))
+        monitor = errbar.Monitor(posterior.predict(x[order[:reference]]), rate=0.01, seed=run, tests=INPUT_TESTS)
+        for part in order[reference:].split(size):
+            monitor.observe(alone[int(part)] if size == 1 else posterior.predict(x[part]))
+        found += bool(monitor.alarms)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_streams_may_come_in_other_batches_than_the_reference(size: int) -> None:
+    posterior, x = confident()
+    assert clean_streams_with_alarms(posterior, x, 600, size, runs=6) <= most_alarms(6, 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_clean_digits_raise_no_more_alarms_than_stated_in_batches_of_any_size(size: int) -> None:
+    posterior, x, _ = digits()
+    assert clean_streams_with_alarms(posterior, x, REFERENCE, size, runs=60) <= 2
+
+
 # -------------------------------------------------------------------------------------------- what a stream may do
 
 

@@ -405,7 +405,7 @@ def test_a_graceful_stop_answers_what_was_accepted(gate: threading.Event) -> Non
     assert [response.status_code for response in found] == [200] * 6
     expected = posterior().predict(torch.tensor(GOOD["inputs"])).pmf[0].tolist()
     for response in found:
-        assert response.json()["predictions"][0]["pmf"] == pytest.approx(expected, abs=5e-6)
+        assert response.json()["predictions"][0]["pmf"] == pytest.approx(expected, abs=1e-6)
     with pytest.raises(httpx.ConnectError, match="refused"):
         running.ask("/healthz")
 

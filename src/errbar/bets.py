@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 from errbar.checks import stored_numbers, stored_whole
 
 # Cells of scores: sixteen an octave (4.4 % wide) from 2⁻²⁰ to 2²⁰. The grid is fixed beforehand, because one that
-# is made from the reference would treat the reference unlike the stream. Below 10⁻⁶, scores are rounding, which
-# differs with the batch that an input comes in: they share one cell.
+# is made from the reference would treat the reference unlike the stream. The same input has the same score to some
+# 10⁻⁵ of it in every batch that it comes in (rounding of a float32 network; that of the sums is smaller), far less than
+# a cell: hardly a score in a thousand changes its cell, in either direction. Below 10⁻⁶, an input is certain, and all
+# such share one cell.
 _CELLS_AN_OCTAVE = 16
 _OCTAVES = 20
 SCORE_CELLS = 2 * _OCTAVES * _CELLS_AN_OCTAVE + 1

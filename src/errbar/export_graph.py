@@ -235,14 +235,16 @@ class PredictionGraph(nn.Module):
         mean = mean / self.temperature
         made = self.covariance(self.network.terms(values, self.start, self.dtype))
         made = _times(made, self.covariance_scale / self.temperature**2)
-        samples = torch.softmax(self.sampled_logits(mean - mean.mean(1, keepdim=True), made), 1)
-        pmf = samples.mean(2)
+        samples = torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), made), 1)
+        # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
+        # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
+        pmf = samples.double().mean(2).to(samples.dtype)
         results = {"pmf": pmf}
         if {"std", "covariance"} & set(self.outputs):
-            deviations = samples - pmf[:, :, None]
-            results["std"] = deviations.square().mean(2).sqrt()
+            deviations = (samples - pmf[:, :, None]).double()
+            results["std"] = deviations.square().mean(2).sqrt().to(samples.dtype)
         if "covariance" in self.outputs:
-            results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2])
+            results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2]).to(samples.dtype)
         results["logits"] = mean
         if "logit_covariance" in self.outputs:
             results["logit_covariance"] = self.full(made).to(mean.dtype)

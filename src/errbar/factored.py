@@ -119,7 +119,7 @@ class FactoredLogitGaussian(LogitGaussian):
         normal = standard_normal(require_samples(samples), self.weights.shape[1], seed, self.mean, draws).T
         if self.rotation is not None:
             normal = self.rotation.to(normal.dtype) @ normal
-        mean = self.mean - self.mean.mean(1, keepdim=True)
+        mean = self.mean - self.mean.amax(1, keepdim=True)
         basis = self.centred_basis.to(self.mean.dtype)
         return Prediction.from_sampler(FactoredSampler(mean, self.deviations(), normal.contiguous(), basis))
 

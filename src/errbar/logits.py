@@ -101,7 +101,7 @@ class LogitGaussian:
         """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol"."""
         root, jitter = self.sampling_root()
         normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean, draws)
-        mean = self.mean - self.mean.mean(1, keepdim=True)
+        mean = self.mean - self.mean.amax(1, keepdim=True)
         return Prediction.from_sampler(GaussianSampler(mean, root, normal.T.contiguous()), jitter)
 
     def mean_field_pmf(self) -> Float[Tensor, "B M"]:
