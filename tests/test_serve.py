@@ -218,6 +218,11 @@ def difference(told: dict[str, Any], body: dict[str, Any], known: errbar.Posteri
     return worst
 
 
+def test_one_sample_has_no_standard_error(running: Running) -> None:
+    told = running.told("/v1/predict", {"inputs": X[:2].tolist(), "samples": 1})
+    assert [one["standard_error"] for one in told["predictions"]] == [None, None]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_answers_do_not_depend_on_the_batch_they_were_in(dtype: torch.dtype, tolerance: float) -> None:
     known = posterior(0, dtype)

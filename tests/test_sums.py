@@ -1,4 +1,4 @@
-"""Sums over draws: against float64 oracles of the same draws, whatever K and the batch."""
+"""Sums over draws: against float64 oracles of the same draws, whatever K and the batch; and the Monte Carlo error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import errbar
 import oracle
@@ -104,6 +104,8 @@ def test_without_covariance_float32_is_softmax(form: str, samples: int) -> None:
     torch.testing.assert_close(prediction.pmf, expected, rtol=0, atol=1.2e-7)
     assert float((prediction.pmf.double().sum(1) - 1).abs().max()) <= 3e-7
     assert float(prediction.mutual_information.max()) <= 1e-12
+    for draws in ("antithetic", "sobol"):
+        assert float(logits.scaled(0.0).predict(20, draws=draws).standard_error.max()) <= 1e-7
 
 
 def test_logits_far_from_zero_are_as_good() -> None:
@@ -163,5 +165,58 @@ def test_nan_in_one_class_is_in_every_summary() -> None:
     values = torch.full((1, 3, 4), 1 / 3)
     values[0, 1, 2] = math.nan
     prediction = errbar.Prediction.from_sampler(GivenSampler(values))
-    for summary in (prediction.entropy, prediction.mutual_information):
+    for summary in (prediction.entropy, prediction.mutual_information, prediction.standard_error[:, 1]):
         assert bool(summary.isnan().all())
+
+
+# ----------------------------------------------------------------------------------------------- Monte Carlo error
+
+
+def even() -> LogitGaussian:
+    """g = (0, z, −z) and a little more: f of the first class is an even function of z, and antithetic pairs agree."""
+    direction = torch.tensor([0.0, 2.0, -2.0], dtype=torch.float64)
+    covariance = torch.outer(direction, direction) + 1e-4 * torch.eye(3, dtype=torch.float64)
+    return LogitGaussian(torch.zeros(1, 3, dtype=torch.float64), covariance[None])
+
+
+CASES = {
+    "even": even,
+    "full": lambda: gaussian("full", rows=1, dtype=torch.float64),
+    "diagonal": lambda: gaussian("diagonal", rows=1, spread=2.0, dtype=torch.float64),
+    "factored": lambda: gaussian("factored", rows=1, spread=2.0, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("samples", [32, 33])
+@pytest.mark.parametrize("draws", ["random", "antithetic", "sobol"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_standard_error_is_the_spread_over_seeds(case: str, draws: str, samples: int) -> None:
+    """E[standard_error²] = Var f̂; both are means over seeds, whose relative errors are those of χ² variables.
+
+    The variance of S means has a relative error of √(2/(S − 1)), and 16 replicates one of √(2/15/S) at most; PMFs of
+    32 draws have tails, hence five of these errors and not four.
+    """
+    logits, seeds = CASES[case](), 100 if draws == "sobol" else 300
+    predictions = [logits.predict(samples, seed, draws=draws) for seed in range(seeds)]
+    spread: Tensor = torch.cat([one.pmf for one in predictions]).var(0)
+    estimate = torch.cat([one.standard_error for one in predictions]).square().mean(0)
+    tolerance = 5 * math.sqrt(2 / (seeds - 1) + 2 / (15 * seeds))
+    assert float((estimate / spread - 1).abs().max()) <= tolerance
+
+
+def test_antithetic_draws_of_even_functions_have_larger_errors_than_random_ones() -> None:
+    random, antithetic = (even().predict(4000, draws=draws).standard_error[0, 0] for draws in ("random", "antithetic"))
+    assert float(antithetic / random) == pytest.approx(math.sqrt(2), rel=0.05)
+
+
+@pytest.mark.parametrize(("draws", "samples"), [("random", 1), ("antithetic", 1), ("antithetic", 2), ("antithetic", 3)])
+def test_draws_that_cannot_tell_their_error_have_none(draws: str, samples: int) -> None:
+    """One independent draw has no spread; that is no certainty."""
+    assert bool(CASES["full"]().predict(samples, draws=draws).standard_error.isnan().all())
+
+
+def test_the_standard_error_of_sobol_points_follows_from_the_seed() -> None:
+    first, again, other = (CASES["factored"]().predict(50, seed, draws="sobol").standard_error for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert bool(CASES["full"]().predict(1, draws="sobol").standard_error.isfinite().all())

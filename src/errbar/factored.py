@@ -19,19 +19,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar.logits import LogitGaussian, require_covariance_scale, require_slice, require_temperature
-from errbar.prediction import GaussianSampler, Prediction, require_samples, standard_normal
+from errbar.prediction import GaussianSampler, Prediction, require_samples, require_seed, standard_normal
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredSampler(GaussianSampler):
-    """f⁽ᵏ⁾ = softmax(ĝ + Q (√w ∘ z⁽ᵏ⁾)), with the same Q and the same draws z for every input; `root` holds √w."""
+    """f⁽ᵏ⁾ = softmax(ĝ + Q (√w ∘ z⁽ᵏ⁾)), with the same Q and the same draws z for every input; `root` holds √w.
+
+    `normal` is rotated already.
+    """
 
     basis: Float[Tensor, "M r"]
+    rotation: Float[Tensor, "r r"] | None
 
     def _logits(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
         logits = self.basis @ (self.root[start:stop, :, None] * self.normal)
         logits += self.mean[start:stop, :, None]
         return logits
+
+    def _redrawn(self, seed: int) -> Float[Tensor, "r K"]:
+        return _rotated(super()._redrawn(seed), self.rotation)
 
 
 class FactoredLogitGaussian(LogitGaussian):
@@ -117,11 +124,16 @@ class FactoredLogitGaussian(LogitGaussian):
     def predict(self, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
         """Monte Carlo along the columns of Q (eq:gmarg); `draws` are "random", "antithetic" or "sobol"."""
         normal = standard_normal(require_samples(samples), self.weights.shape[1], seed, self.mean, draws).T
-        if self.rotation is not None:
-            normal = self.rotation.to(normal.dtype) @ normal
-        mean = self.mean - self.mean.amax(1, keepdim=True)
-        basis = self.centred_basis.to(self.mean.dtype)
-        return Prediction.from_sampler(FactoredSampler(mean, self.deviations(), normal.contiguous(), basis))
+        sampler = FactoredSampler(
+            mean=self.mean - self.mean.amax(1, keepdim=True),
+            root=self.deviations(),
+            normal=_rotated(normal, self.rotation).contiguous(),
+            draws=draws,
+            seed=require_seed(seed),
+            basis=self.centred_basis.to(self.mean.dtype),
+            rotation=self.rotation,
+        )
+        return Prediction.from_sampler(sampler)
 
     def deviations(self) -> Float[Tensor, "B r"]:
         """√w."""
@@ -131,3 +143,7 @@ class FactoredLogitGaussian(LogitGaussian):
         """Q diag √w, rotated and without the common shift: M × r numbers an input, which `predict` does not need."""
         root = self.centred_basis.to(self.mean.dtype) * self.deviations()[:, None, :]
         return (root if self.rotation is None else root @ self.rotation.to(root.dtype)), 0.0
+
+
+def _rotated(normal: Float[Tensor, "r K"], rotation: Float[Tensor, "r r"] | None) -> Float[Tensor, "r K"]:
+    return normal if rotation is None else rotation.to(normal.dtype) @ normal

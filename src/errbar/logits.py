@@ -13,7 +13,7 @@ from torch import Tensor
 
 from errbar import _linalg
 from errbar.errors import ArgumentError, CovarianceError, MismatchError
-from errbar.prediction import GaussianSampler, Prediction, require_samples, standard_normal
+from errbar.prediction import GaussianSampler, Prediction, require_samples, require_seed, standard_normal
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,8 @@ class LogitGaussian:
         root, jitter = self.sampling_root()
         normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean, draws)
         mean = self.mean - self.mean.amax(1, keepdim=True)
-        return Prediction.from_sampler(GaussianSampler(mean, root, normal.T.contiguous()), jitter)
+        sampler = GaussianSampler(mean, root, normal.T.contiguous(), draws, require_seed(seed))
+        return Prediction.from_sampler(sampler, jitter)
 
     def mean_field_pmf(self) -> Float[Tensor, "B M"]:
         """A closed form for the PMF, without samples and so without error bars: an approximation.

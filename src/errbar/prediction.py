@@ -11,9 +11,8 @@ batch, with an error that grows with K (1e-5 at K = 1000 in float32).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -40,6 +39,9 @@ _PRODUCT_DRAWS = 1024
 # Draws of which the least is what others are measured from.
 _LOW_DRAWS = 16
 
+# Sobol sequences that the Monte Carlo error is estimated from: its relative error is 1/√30.
+_REPLICATES = 16
+
 
 class Sampler(Protocol):
     """Samples f⁽ᵏ⁾ of the PMF of some rows."""
@@ -52,6 +54,9 @@ class Sampler(Protocol):
 
     @property
     def samples(self) -> int: ...
+
+    @property
+    def draws(self) -> str: ...
 
     @property
     def like(self) -> Tensor: ...
@@ -72,6 +77,8 @@ class GaussianSampler:
     mean: Float[Tensor, "B M"]
     root: Float[Tensor, "B M d"] | Float[Tensor, "B M"]
     normal: Float[Tensor, "d K"]
+    draws: str
+    seed: int
 
     @property
     def rows(self) -> int:
@@ -105,6 +112,15 @@ class GaussianSampler:
         deviations = torch.addcmul(-low[:, :, None], exponentials, weights, out=exponentials)
         return low + deviations.sum(2) / self.samples
 
+    def replicates(self, count: int) -> Iterator[GaussianSampler]:
+        """The same with other draws, which follow from the seed."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for seed in torch.randint(2**62, (count,), generator=generator).tolist():
+            yield replace(self, normal=self._redrawn(seed), seed=seed)
+
+    def _redrawn(self, seed: int) -> Float[Tensor, "d K"]:
+        return _draws(self.samples, self.normal.shape[0], seed, self.draws).to(self.mean).T.contiguous()
+
     def _logits(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
         root = self.root[start:stop]
         if root.ndim == 2:
@@ -117,7 +133,7 @@ class GaussianSampler:
 
 @dataclass(frozen=True, eq=False)
 class GivenSampler:
-    """Samples that are already there (eq:genMC)."""
+    """Independent samples that are already there (eq:genMC)."""
 
     values: Float[Tensor, "B M K"]
 
@@ -132,6 +148,10 @@ class GivenSampler:
     @property
     def samples(self) -> int:
         return self.values.shape[2]
+
+    @property
+    def draws(self) -> str:
+        return "random"
 
     @property
     def like(self) -> Tensor:
@@ -257,11 +277,23 @@ class Prediction:
 
     @cached_property
     def standard_error(self) -> Float[Tensor, "B M"]:
-        """The Monte Carlo error of the PMF: std/√K. More samples make it smaller; they do not change std.
+        """The Monte Carlo error of the PMF: an estimate of the standard deviation of f̂ over seeds.
 
-        With antithetic or Sobol draws the error is smaller than this (docs/performance.md has measurements).
+        More samples make it smaller; they do not change std. Its square has the variance of f̂ as its expectation:
+        - "random" draws are independent: Σ_k (f⁽ᵏ⁾ − f̂)²/(K(K − 1));
+        - "antithetic" draws are independent in pairs, so it is that of the means of the pairs. Where f is an even
+          function of z, as it nearly is where classes are alike, the two of a pair say the same, and the error is up
+          to √2 times that of random draws;
+        - "sobol" points all depend on each other: the PMF is computed for 16 further sequences with seeds of their
+          own, at the cost of 16 predictions when this is read, and the variance of these is taken.
+        NaN where the draws cannot tell: from one sample, or from one antithetic pair.
         """
-        return self.std / math.sqrt(self.sampler.samples)
+        sampler = self.sampler
+        if isinstance(sampler, GaussianSampler) and sampler.draws == "sobol":
+            pmfs = [Prediction.from_sampler(other).pmf for other in sampler.replicates(_REPLICATES)]
+            return torch.stack(pmfs, 2).var(2).sqrt()
+        error = _error_of_pairs if sampler.draws == "antithetic" else _error_of_draws
+        return _over_blocks(sampler, error, sampler.classes)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "B"]:
@@ -334,6 +366,28 @@ def _covariance(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M M"]:
     for part in deviations.split(_PRODUCT_DRAWS, 2):
         total += part @ part.mT
     return total.div_(values.shape[2]).to(values.dtype)
+
+
+def _error_of_draws(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:
+    """√(Σ_k (f⁽ᵏ⁾ − f̂)²/(K(K − 1))), of independent draws."""
+    count = values.shape[2]
+    if count < 2:
+        return values.new_full(values.shape[:2], torch.nan)
+    return (values.var(2) / count).sqrt()
+
+
+def _error_of_pairs(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:
+    """√Var f̂ with K f̂ = Σ 2 a_j over the means a_j of the pairs, and one draw without its partner where K is odd."""
+    count = values.shape[2]
+    pairs = count // 2
+    if pairs < 2:
+        return values.new_full(values.shape[:2], torch.nan)
+    # As `_draws` has them: the first of all pairs, the one without a partner, the others.
+    means = (values[:, :, :pairs] + values[:, :, count - pairs :]) / 2
+    variance = 4 * pairs * means.var(2)
+    if count % 2:
+        variance += values.var(2)
+    return variance.sqrt() / count
 
 
 def _entropy(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:

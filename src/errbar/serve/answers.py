@@ -124,7 +124,7 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
 def kept(prediction: Prediction) -> Prediction:
     """The same with its samples kept, where they are few: each statistic would draw them anew."""
     sampler = prediction.sampler
-    if prediction.pmf.numel() * sampler.samples > _KEPT:
+    if prediction.pmf.numel() * sampler.samples > _KEPT or sampler.draws != "random":
         return prediction
     return Prediction(prediction.pmf, GivenSampler(sampler.block(0, sampler.rows)), prediction.jitter)
 
@@ -153,7 +153,7 @@ class Told:
             "mutual_information": prediction.mutual_information.tolist(),
             "pmf": prediction.pmf.tolist(),
             "std": prediction.std.tolist(),
-            "standard_error": prediction.standard_error.tolist(),
+            "standard_error": _standard_error(prediction),
             "lower": lower.tolist(),
             "upper": upper.tolist(),
         }
@@ -177,6 +177,14 @@ class Told:
             made = dict(zip(names, values, strict=True))
             answers.append({"class": classes[made["label"]], **made})
         return answers
+
+
+def _standard_error(prediction: Prediction) -> list[Any]:
+    """One list an input; None for the NaN of one sample, which JSON has no word for."""
+    if prediction.sampler.samples == 1:
+        return [None] * len(prediction)
+    found: list[Any] = prediction.standard_error.tolist()
+    return found
 
 
 def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tensor:

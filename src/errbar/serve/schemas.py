@@ -88,7 +88,9 @@ class PredictionAnswer(BaseModel):
     mutual_information: float = Field(description="The part of the entropy that the parameters are to blame for.")
     pmf: list[float]
     std: list[float] = Field(description="Standard deviations of the PMF: √diag P^f.")
-    standard_error: list[float] = Field(description="Monte Carlo error of the PMF itself.")
+    standard_error: list[float] | None = Field(
+        description="Monte Carlo error of the PMF itself; null with one sample, from which it cannot be told."
+    )
     lower: list[float]
     upper: list[float]
     risk: list[float] | None = Field(None, description="Pr{f_m > γ_m}, where thresholds were given.")
