@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import errbar
+from errbar import calibration
 from errbar.experiments import coverage as study
 
 BOTH = ("temperature", "covariance_scale")
@@ -111,21 +112,161 @@ def test_intervals_still_cover_after_both_are_fitted() -> None:
     assert sum(shares) / len(shares) == pytest.approx(0.8, abs=0.23)
 
 
-def test_a_hard_decision_is_not_taken_for_a_probability() -> None:
-    """Both fitted to few labels that are nearly all right: T must not run to zero, where PMFs have entries of zero."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(300, 6, generator=generator)
-    weights = 4 * torch.randn(6, 3, generator=generator)
-    y = (x @ weights).argmax(1)
+def linear(weights: Tensor, dtype: torch.dtype = torch.float64) -> torch.nn.Linear:
+    """The classifier with these weights, M × D, and no shift."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = torch.nn.Linear(6, 3)
+        model = torch.nn.Linear(weights.shape[1], weights.shape[0], dtype=dtype)
     with torch.no_grad():
-        model.weight.copy_(weights.T / 3)
-    posterior = errbar.fit(model, [x[:100]], last_layers=1, prior=errbar.Prior(0.5))
+        model.weight.copy_(weights)
+        model.bias.zero_()
+    return model
+
+
+def unscaled_nll(posterior: errbar.Posterior, x: Tensor, y: Tensor, temperature: float) -> float:
+    return float(torch.nn.functional.cross_entropy(posterior.model(x).detach().double() / temperature, y))
+
+
+def test_a_hard_decision_is_not_taken_for_a_probability() -> None:
+    """Both fitted to few labels that are all right: T goes no further towards zero, where PMFs have entries of zero,
+    than it takes to be as good as temperature scaling to 3e-4."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, generator=generator, dtype=torch.float64)
+    weights = 4 * torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    y = (x @ weights).argmax(1)
+    posterior = errbar.fit(linear(weights.T / 3), [x[:100]], last_layers=1, prior=errbar.Prior(0.5))
     found = calibrated(posterior, x[100:200], y[100:200])
-    assert found.temperature >= 0.3
     for seed in range(5):
         assert math.isfinite(errbar.metrics.nll(found.predict(x[200:], 300, seed).pmf, y[200:]))
     alone = calibrated(posterior.with_calibration(covariance_scale=0.0), x[100:200], y[100:200], ("temperature",))
-    assert alone.temperature < 0.3
+    assert found.temperature > alone.temperature
+    assert unscaled_nll(posterior, x[100:200], y[100:200], 1.3 * found.temperature) > 1.4e-4
+    scaled = unscaled_nll(posterior, x[100:200], y[100:200], alone.temperature)
+    assert nll(found.logits(x[100:200]), y[100:200]) <= scaled + 3e-4
+
+
+@cache
+def digits(scale: float = 1.0, prior: float = 1.0, steps: int = 100) -> tuple[errbar.Posterior, Tensor, Tensor]:
+    """A network for digits that was trained with its logits multiplied by `scale`, and 300 held-out digits."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(data.data)[order] / 16, torch.tensor(data.target)[order]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(scale * model(x[:700]), y[:700]).backward()
+        optimiser.step()
+    posterior = errbar.fit(model.eval(), [x[:700]], last_layers=1, prior=errbar.Prior(prior))
+    return posterior, x[700:1000], y[700:1000]
+
+
+NETWORKS = {
+    "usual": {},
+    "wide covariance": {"prior": 0.01},
+    "logits times ten": {"scale": 10.0},
+    "logits times a tenth": {"scale": 0.1},
+    "briefly trained": {"steps": 8},
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_both_are_never_worse_than_temperature_scaling_and_there_is_nothing_to_warn_of(name: str) -> None:
+    """Small logits want a small T, a wide covariance wants a small T_c: nothing is wrong with that."""
+    posterior, x, y = digits(**NETWORKS[name])
+    found = errbar.calibrate(posterior, [(x, y)], samples=SAMPLES)
+    scaled = min(unscaled_nll(posterior, x, y, math.exp(t / 100)) for t in range(-460, 461))
+    assert nll(found.logits(x), y) <= scaled + 3e-4
+    assert found.covariance_scale > 0
+
+
+@pytest.mark.parametrize("start", [(1000.0, 1.0), (1.0, 0.0), (1e-3, 1e6)])
+@pytest.mark.parametrize(
+    ("objective", "fit"), [("nll", BOTH), ("nll", BOTH[:1]), ("nll", BOTH[1:]), ("brier", BOTH), ("ece", BOTH)]
+)
+def test_the_result_is_no_worse_than_the_start_wherever_that_is(
+    start: tuple[float, float], objective: str, fit: tuple[str, ...]
+) -> None:
+    posterior, x, y = drawn(0)
+    x, y = x[:60], y[torch.randperm(500, generator=torch.Generator().manual_seed(1))][:60]
+    before = posterior.with_calibration(temperature=start[0], covariance_scale=start[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)
+        after = errbar.calibrate(before, [(x, y)], fit=fit, samples=20, objective=objective)
+    scores = [getattr(errbar.metrics, objective)(p.logits(x).predict(20).pmf, y) for p in (before, after)]
+    assert scores[1] <= scores[0] + (8e-4 if start[1] == 0 else 1e-12)
+
+
+def on_a_grid(objective: str, posterior: errbar.Posterior, x: Tensor, y: Tensor, fit: tuple[str, ...]) -> float:
+    """The least that a grid finds between the bounds: 30 values each of two, 120 of one."""
+    gaussian, score = posterior.logits(x), getattr(errbar.metrics, objective)
+    count = 30 if len(fit) == 2 else 120
+    even = torch.linspace(-1, 1, count, dtype=torch.float64) * math.log(100)
+    temperatures = even.exp().tolist() if "temperature" in fit else [1.0]
+    scales = (2 * even).exp().tolist() if "covariance_scale" in fit else [1.0]
+    return min(score(gaussian.scaled(c).tempered(t).predict(SAMPLES).pmf, y) for t in temperatures for c in scales)
+
+
+@pytest.mark.parametrize(
+    ("objective", "fit", "random"),
+    [
+        ("nll", BOTH[:1], False),
+        ("nll", BOTH[:1], True),
+        ("nll", BOTH[1:], True),
+        ("nll", BOTH, True),
+        ("brier", BOTH, False),
+        ("brier", BOTH[1:], False),
+        ("ece", BOTH, False),
+        ("ece", BOTH[:1], False),
+        ("ece", BOTH[1:], True),
+    ],
+)
+def test_a_grid_finds_nothing_that_is_better(objective: str, fit: tuple[str, ...], random: bool) -> None:
+    posterior, x, y = digits(prior=0.1)
+    x, y = x[:100], y[:100]
+    if random:
+        y = y[torch.randperm(100, generator=torch.Generator().manual_seed(0))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.CalibrationWarning)
+        found = errbar.calibrate(posterior, [(x, y)], fit=fit, objective=objective, samples=SAMPLES)
+    reached = getattr(errbar.metrics, objective)(found.logits(x).predict(SAMPLES).pmf, y)
+    assert reached <= on_a_grid(objective, posterior, x, y, fit) + 8e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fit", [BOTH, BOTH[:1]])
+def test_a_warning_names_the_value_that_is_returned(dtype: torch.dtype, fit: tuple[str, ...]) -> None:
+    """Logits of ±3000 and one wrong label: its probability underflows wherever T is small, and the best T is at 100."""
+    x = torch.eye(2, dtype=dtype).repeat(20, 1)
+    y = torch.tensor([0, 1] * 20)
+    y[0] = 1
+    model = linear(6000 * torch.eye(2, dtype=dtype) - 3000, dtype)
+    posterior = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(1e6))
+    with pytest.warns(errbar.CalibrationWarning, match=r"temperature lies at the edge of the search, 100 ") as caught:
+        found = errbar.calibrate(posterior, [(x, y)], fit=fit, samples=SAMPLES)
+    assert found.temperature == pytest.approx(100)
+    assert len(caught) == 1
+
+
+def test_an_improbable_label_is_a_finite_loss_with_exact_slopes() -> None:
+    """By log-probabilities and central differences, where a probability would be zero in either dtype."""
+    mean = torch.tensor([[3000.0, -3000.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    root = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    held_out = calibration._HeldOut(mean, root, torch.tensor([1, 0]))
+    normal = held_out.draws(50, 0)
+    value, slopes = held_out.log_likelihood(0.7, 2.0, normal, BOTH)
+    assert float(value[0]) == pytest.approx(-6000 / 0.7, rel=1e-2)
+    pmf, _ = held_out.pmf(0.7, 2.0, normal)
+    assert float(value[1]) == pytest.approx(float(pmf[1, 0].log()), rel=1e-12)
+    step = 1e-5
+    for index, name in enumerate(BOTH):
+        up, down = (
+            held_out.log_likelihood(*[v * math.exp(s * (i == index)) for i, v in enumerate((0.7, 2.0))], normal)[0]
+            for s in (step, -step)
+        )
+        torch.testing.assert_close(slopes[name], (up - down) / (2 * step), rtol=1e-5, atol=1e-7)

@@ -1,16 +1,20 @@
-"""Minimising without derivatives, in one or two variables between bounds."""
+"""Minimising in one or two variables between bounds, with slopes and without."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+# Value, gradient, and a positive semi-definite matrix that is like the Hessian near the optimum.
+Slopes = tuple[float, Float[Tensor, "d"], Float[Tensor, "d d"]]
 
-def compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """Step along each axis and diagonal while it helps, then halve the step."""
-    best, step = value(point), 0.5
+
+def compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor) -> tuple[float, Tensor]:
+    """Step along each axis and diagonal while it helps, then halve the step. The least value and where it is."""
+    best, step = value(point), 0.25
     axes = list(torch.eye(len(point), dtype=torch.float64))
     if len(axes) == 2:
         axes += [axes[0] + axes[1], axes[0] - axes[1]]
@@ -22,4 +26,57 @@ def compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, uppe
             point, best = trials[winner], values[winner]
         else:
             step /= 2
-    return point
+    return best, point
+
+
+def quasi_newton(
+    slopes: Callable[[Tensor], Slopes], point: Tensor, lower: Tensor, upper: Tensor, enough: float = 1e-6
+) -> tuple[float, Tensor]:
+    """BFGS in one or two logarithms, with a backtracking line search and projection on the bounds.
+
+    It begins with the curvature that the objective states, and ends where no slope exceeds `enough`.
+    """
+    value, gradient, curvature = slopes(point)
+    identity = torch.eye(len(point), dtype=torch.float64)
+    inverse_curvature = (curvature + 1e-8 * identity).inverse()
+    for _ in range(60):
+        # A variable that is at its bound and would go beyond stays where it is.
+        free = ~(((point <= lower) & (gradient > 0)) | ((point >= upper) & (gradient < 0)))
+        if float((gradient * free).abs().max()) < enough:
+            break
+        direction = -(inverse_curvature @ (gradient * free)) * free
+        if float(gradient @ direction) >= 0:
+            direction = -gradient * free
+        # At most a factor of e a step: the quadratic model is worth nothing further away.
+        direction = direction * min(1.0, 1.0 / max(float(direction.abs().max()), 1e-300))
+        step = 1.0
+        moved = False
+        while step > 1e-3 and not moved:
+            trial = torch.clamp(point + step * direction, lower, upper)
+            trial_value, trial_gradient, _ = slopes(trial)
+            moved = trial_value < value - 1e-4 * step * abs(float(gradient @ direction))
+            step /= 2
+        if not moved:
+            break
+        change, slope_change = trial - point, trial_gradient - gradient
+        gain = value - trial_value
+        point, value, gradient = trial, trial_value, trial_gradient
+        bend = float(change @ slope_change)
+        if bend > 1e-12:
+            left = identity - torch.outer(change, slope_change) / bend
+            inverse_curvature = left @ inverse_curvature @ left.T + torch.outer(change, change) / bend
+        if gain < 1e-9 * (1 + abs(value)) and float(change.abs().max()) < 1e-3:
+            break
+    return value, point
+
+
+def where_it_turns(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-5) -> float:
+    """The end of the stretch from `low` on over which this does not hold."""
+    if holds(low):
+        return low
+    if not holds(high):
+        return high
+    while high - low > within:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low
