@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
+from errbar import prior_choice
 
 STRUCTURES = ["dense", "block", "kron", "diag", "lowrank"]
 CANDIDATES = (0.03, 0.3, 3.0, 30.0, 300.0)
@@ -95,6 +96,58 @@ def test_a_prior_for_each_layer_cannot_be_improved_by_moving_one(structure: str,
         place = CANDIDATES.index(value)
         for other in CANDIDATES[max(0, place - 1) : place + 2]:
             assert score({**chosen, layer: other}) <= score(chosen)
+
+
+def score_of(by: str, information: errbar.Information, prior: errbar.Prior, x: Tensor, y: Tensor) -> float:
+    """What `choose_prior` maximises, in nats."""
+    posterior = errbar.condition(information, prior)
+    return posterior.log_evidence() if by == "evidence" else -errbar.metrics.nll(posterior.predict(x, 200).pmf, y)
+
+
+@pytest.mark.parametrize(("by", "tolerance"), [("evidence", 0.05), ("nll", 2e-5)])
+@pytest.mark.parametrize("structure", ["dense", "diag"])
+def test_a_fine_grid_finds_nothing_better_than_the_default_choice(structure: str, by: str, tolerance: float) -> None:
+    information, x, y = collected(structure)
+    data = None if by == "evidence" else [(x, y)]
+    chosen = errbar.choose_prior(information, data, by=by, samples=200)
+    reached = score_of(by, information, chosen, x, y)
+    fine = [10 ** (step / 20) for step in range(-40, 81)]
+    assert max(score_of(by, information, errbar.Prior(value), x, y) for value in fine) <= reached + tolerance
+
+
+def test_a_fine_grid_finds_nothing_better_for_any_layer() -> None:
+    information, x, y = collected()
+    chosen = errbar.choose_prior(information, per_layer=True)
+    assert isinstance(chosen.precision, dict)
+    reached = score_of("evidence", information, chosen, x, y)
+    assert reached >= score_of("evidence", information, errbar.choose_prior(information), x, y)
+    for layer, value in chosen.precision.items():
+        for step in range(-20, 21):
+            moved = errbar.Prior({**chosen.precision, layer: value * 10 ** (step / 20)})
+            assert score_of("evidence", information, moved, x, y) <= reached + 0.05
+
+
+def test_refining_takes_few_factorisations(monkeypatch: pytest.MonkeyPatch) -> None:
+    information, _, _ = collected()
+    calls = []
+    monkeypatch.setattr(prior_choice, "condition", lambda *args: calls.append(args) or errbar.condition(*args))
+    errbar.choose_prior(information)
+    assert len(prior_choice.PRECISIONS) < len(calls) <= len(prior_choice.PRECISIONS) + 5
+
+
+def test_labels_whose_probability_underflows_still_tell_priors_apart() -> None:
+    """The probability is zero in float32, and in float64 too, for every candidate; its logarithm is not."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(6000 * torch.eye(2) - 3000)
+        model.bias.zero_()
+    x = torch.eye(2).repeat(10, 1)
+    y = torch.tensor([0, 1] * 10)
+    y[0] = 1
+    information = errbar.collect(model, [x], last_layers=1)
+    with pytest.warns(errbar.CalibrationWarning, match=r"edge of the candidates, 0\.01"):
+        chosen = errbar.choose_prior(information, [(x, y)], by="nll", samples=50)
+    assert chosen.precision == pytest.approx(0.01)
 
 
 def test_each_layer_is_called_as_priors_call_it() -> None:

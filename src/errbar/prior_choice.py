@@ -1,19 +1,21 @@
 """`choose_prior`: the precision of the prior, by the evidence of the training data or by the NLL of held-out data.
 
 The information does not depend on the prior, so each candidate costs one factorisation and no pass over the training
-data. One precision for all layers is searched on a grid; with `per_layer`, each layer then moves along the same grid,
-one after the other, as long as that helps.
+data. One precision for all layers is searched on a grid, and then between the neighbours of the best, by parabolas in
+ln λ; with `per_layer`, each layer then moves along the same grid, one after the other, as long as that helps, and is
+refined in the same way. Candidates that the caller names are taken as they are: the best of them, without refinement.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from errbar import metrics
 from errbar._progress import track
-from errbar.data import Batch, Unpack, batches, checked_labels
+from errbar.calibration import held_out_nll
+from errbar.data import Unpack, batches
 from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, DataError
 from errbar.information import Information
 from errbar.layers import owner
@@ -21,10 +23,13 @@ from errbar.posterior import Posterior, condition
 from errbar.prediction import require_samples
 from errbar.prior import Prior
 
-# Half a decade apart: between two of these neither the evidence nor the NLL has anything to tell.
+# Half a decade apart, which brackets the optimum; between two of these the evidence can still change by tens of nats.
 PRECISIONS = tuple(10 ** (step / 2) for step in range(-4, 9))
 # Layers move one after the other until none does; each move is an improvement, so this only guards the time.
 _SWEEPS = 10
+# What is left to gain when the refinement ends: nats of evidence (of all training data), nats of NLL a sample.
+_NEGLIGIBLE = {"evidence": 1e-2, "nll": 1e-5}
+_TRIALS = 8
 
 Score = Callable[[Posterior], float]
 
@@ -47,7 +52,8 @@ def choose_prior(
         information: what `collect` returned; with labels for the evidence.
         data: held-out batches with labels, read once; for `by="nll"` alone.
         by: "evidence", `Posterior.log_evidence` of the training data, or "nll" of the held-out data.
-        precisions: the candidates, at least one.
+        precisions: the candidates, at least one. Between the default ones, the best is refined (evidence: to 0.01
+            nats or so); of candidates that you name, one is returned.
         per_layer: a precision for each layer (a mapping of module names) instead of one for all.
         samples: Monte Carlo draws for the PMF; for `by="nll"` alone.
         seed: of those draws.
@@ -70,11 +76,56 @@ def choose_prior(
             f"No prior precision from {candidates[0]:g} to {candidates[-1]:g} makes the posterior precision positive. "
             "Try larger ones, or collect with precision='float64'."
         )
-    if len(candidates) > 2 and best in (0, len(candidates) - 1):
+    value, negligible = values[best], _NEGLIGIBLE[by] if candidates == list(PRECISIONS) else math.inf
+    is_at_edge = len(candidates) > 2 and best in (0, len(candidates) - 1)
+    if negligible < math.inf:
+
+        def common(log_precision: float) -> float:
+            return _of(score, information, Prior(math.exp(log_precision)))
+
+        around = slice(max(best - 1, 0), best + 2)
+        known = dict(zip(map(math.log, candidates[around]), values[around], strict=True))
+        refined, value = _refined(common, known, negligible)
+        is_at_edge = is_at_edge and refined in known and known[refined] == values[best]
+        # The grid moves along, so that layers start from the best common precision.
+        candidates = [precision * math.exp(refined) / candidates[best] for precision in candidates]
+    if is_at_edge:
         _warn_at_edge(candidates[best], by)
     if not per_layer:
         return Prior(candidates[best])
-    return _by_layer(information, score, candidates, best, values[best], progress)
+    return _by_layer(information, score, candidates, best, value, progress, negligible)
+
+
+def _refined(value: Callable[[float], float], known: dict[float, float], negligible: float) -> tuple[float, float]:
+    """Where a function is greatest, and its value there, from two or three `known` places and their values.
+
+    Steps to the top of the parabola through the best place and its neighbours; where that is of no use, to the middle
+    of the wider side. Ends when a parabola promises to gain less than `negligible`.
+    """
+    known = dict(known)
+    for _ in range(_TRIALS):
+        places = sorted(known)
+        best = max(places, key=known.__getitem__)
+        at = places.index(best)
+        sides = places[max(at - 1, 0) : at + 2]
+        wider = max((place for place in sides if place != best), key=lambda place: abs(place - best))
+        trial, gain = (best + wider) / 2, math.inf
+        if len(sides) == 3 and all(math.isfinite(known[place]) for place in sides):
+            left, right = sides[0] - best, sides[2] - best
+            slopes = [(known[place] - known[best]) / (place - best) for place in (sides[0], sides[2])]
+            bend = (slopes[1] - slopes[0]) / (right - left)
+            if bend < 0:
+                tilt = slopes[0] - bend * left
+                step, gain = -tilt / (2 * bend), -(tilt**2) / (4 * bend)
+                # A step that hardly moves would leave the far side as wide as it is.
+                trial = best + (
+                    step if abs(step) > 0.02 * (right - left) else math.copysign(0.02 * (right - left), step)
+                )
+        if gain < negligible or abs(wider - best) < 1e-3:
+            break
+        known[trial] = value(trial)
+    best = max(known, key=known.__getitem__)
+    return best, known[best]
 
 
 def _score(by: str, data: Any, samples: int, seed: int, unpack: Unpack | None) -> Score:
@@ -90,17 +141,7 @@ def _score(by: str, data: Any, samples: int, seed: int, unpack: Unpack | None) -
     held_out = list(batches(data, unpack)) if data is not None else []
     if not held_out:
         raise DataError("Choosing the prior by NLL needs held-out data with labels: expected at least one batch.")
-    return lambda posterior: -_nll(posterior, held_out, samples, seed)
-
-
-def _nll(posterior: Posterior, held_out: Sequence[Batch], samples: int, seed: int) -> float:
-    total, count = 0.0, 0
-    for batch in held_out:
-        pmf = posterior.predict(batch, samples, seed).pmf
-        labels = checked_labels(batch.labels, size=len(pmf), classes=pmf.shape[1], device=pmf.device)
-        total += metrics.nll(pmf, labels) * len(pmf)
-        count += len(pmf)
-    return total / count
+    return lambda posterior: -held_out_nll(posterior, held_out, samples, seed)
 
 
 def _of(score: Score, information: Information, prior: Prior) -> float:
@@ -115,8 +156,15 @@ def _of(score: Score, information: Information, prior: Prior) -> float:
 
 
 def _by_layer(
-    information: Information, score: Score, candidates: Sequence[float], start: int, value: float, progress: bool
+    information: Information,
+    score: Score,
+    candidates: Sequence[float],
+    start: int,
+    value: float,
+    progress: bool,
+    negligible: float,
 ) -> Prior:
+    """Along the candidates until no layer moves; then between them, unless all is `negligible`."""
     layers = list(dict.fromkeys(owner(name) or name for name in information.parameter_names))
     chosen = dict.fromkeys(layers, start)
 
@@ -136,7 +184,25 @@ def _by_layer(
                     value = trial
         if chosen == before:
             break
-    return prior()
+    if negligible == math.inf:
+        return prior()
+    exact = {layer: math.log(candidates[index]) for layer, index in chosen.items()}
+    width = math.log(candidates[1] / candidates[0])
+    for _ in range(_SWEEPS):
+        previous = value
+        for layer in track(layers, "Refining the prior of each layer", enabled=progress):
+
+            def alone(log_precision: float, layer: str = layer) -> float:
+                trial = {**exact, layer: log_precision}
+                return _of(score, information, Prior({name: math.exp(at) for name, at in trial.items()}))
+
+            # Below and above; layers depend on each other, so what a sweep before has found may have moved.
+            ends = {exact[layer] + side: alone(exact[layer] + side) for side in (-width, width)}
+            exact[layer], value = _refined(alone, {exact[layer]: value, **ends}, negligible)
+        if value - previous < negligible:
+            break
+        width = max(width / 2, 0.1)
+    return Prior({layer: math.exp(at) for layer, at in exact.items()})
 
 
 def _warn_at_edge(precision: float, by: str) -> None:
