@@ -547,7 +547,7 @@ def _right_on_average(coarse: _Question, lower: Tensor, upper: Tensor) -> list[F
     if len(coarse.names) == 1:
         return list(torch.linspace(float(lower), float(upper), 200, dtype=torch.float64)[:, None])
     held_out, points = coarse.held_out, []
-    for scale in torch.linspace(float(lower[1]), float(upper[1]), 37, dtype=torch.float64)[:, None]:
+    for scale in torch.linspace(float(lower[1]), float(upper[1]), 28, dtype=torch.float64)[:, None]:
 
         def too_flat(log_temperature: float, scale: Tensor = scale) -> bool:
             at = coarse.at(torch.cat([torch.tensor([log_temperature], dtype=torch.float64), scale]))
@@ -555,7 +555,7 @@ def _right_on_average(coarse: _Question, lower: Tensor, upper: Tensor) -> list[F
             confidence, label = pmf.max(1)
             return float(confidence.double().mean()) < float((label == held_out.labels).double().mean())
 
-        turn = where_it_turns(too_flat, float(lower[0]), float(upper[0]), within=0.03)
+        turn = where_it_turns(too_flat, float(lower[0]), float(upper[0]), within=0.1)
         points.append(torch.cat([torch.tensor([turn], dtype=torch.float64), scale]))
     return points
 

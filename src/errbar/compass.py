@@ -12,18 +12,25 @@ from torch import Tensor
 Slopes = tuple[float, Float[Tensor, "d"], Float[Tensor, "d d"]]
 
 
-def compass(value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor) -> tuple[float, Tensor]:
-    """Step along each axis and diagonal while it helps, then halve the step. The least value and where it is."""
+def compass(
+    value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor, rounds: int = 14
+) -> tuple[float, Tensor]:
+    """Step along each axis and diagonal while it helps, then halve the step. The least value and where it is.
+
+    `rounds` limits the time: along a valley that steps do not follow, there is always a little to gain.
+    """
     best, step = value(point), 0.25
     axes = list(torch.eye(len(point), dtype=torch.float64))
     if len(axes) == 2:
         axes += [axes[0] + axes[1], axes[0] - axes[1]]
-    while step > 5e-3:
+    for _ in range(rounds):
         trials = [torch.clamp(point + sign * step * axis, lower, upper) for axis in axes for sign in (1, -1)]
         values = [value(trial) for trial in trials]
         winner = min(range(len(trials)), key=values.__getitem__)
         if values[winner] < best:
             point, best = trials[winner], values[winner]
+        elif step < 1e-2:
+            break
         else:
             step /= 2
     return best, point
