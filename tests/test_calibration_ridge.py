@@ -246,7 +246,8 @@ def test_a_warning_names_the_value_that_is_returned(dtype: torch.dtype, fit: tup
     y = torch.tensor([0, 1] * 20)
     y[0] = 1
     model = linear(6000 * torch.eye(2, dtype=dtype) - 3000, dtype)
-    posterior = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(1e6))
+    with pytest.warns(UserWarning, match="no information at all"):
+        posterior = errbar.fit(model, [x], last_layers=1, prior=errbar.Prior(1e6))
     with pytest.warns(errbar.CalibrationWarning, match=r"temperature lies at the edge of the search, 100 ") as caught:
         found = errbar.calibrate(posterior, [(x, y)], fit=fit, samples=SAMPLES)
     assert found.temperature == pytest.approx(100)

@@ -259,7 +259,7 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_without_scikit_learn_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'errbar\[demo\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[demo\]'"):
         demo.load(TINY)
 
 

@@ -34,7 +34,7 @@ def test_a_model_of_the_hugging_face_trainer_gets_error_bars(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("module", "missing", "advice"),
     [
-        ("errbar.sklearn", ["sklearn", "sklearn.base"], r"scikit-learn 1.6 or newer.*pip install 'errbar\[sklearn\]'"),
+        ("errbar.sklearn", ["sklearn", "sklearn.base"], r"scikit-learn 1.6 or newer.*pip install '\.\[sklearn\]'"),
         ("errbar.lightning", ["lightning", "pytorch_lightning"], "pip install lightning, or pytorch-lightning"),
     ],
 )

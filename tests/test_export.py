@@ -617,7 +617,7 @@ def test_onnx_files_need_an_extra(
     simple: errbar.Posterior, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(errbar.MissingExtraError, match=rf"needs {missing}, .*pip install 'errbar\[export\]'"):
+    with pytest.raises(errbar.MissingExtraError, match=rf"needs {missing}, .*pip install '\.\[export\]'"):
         simple.export(tmp_path / "posterior.onnx", example=normal(2, 6))
 
 

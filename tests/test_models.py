@@ -778,6 +778,7 @@ def test_models_of_several_dtypes(make: Callable[[], nn.Module], select: dict[st
 
 @pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
+@pytest.mark.filterwarnings("ignore:structure='kron' takes '0' as 'diag' does")
 def test_sparse_embeddings(kind: Any, structure: str) -> None:
     """`sparse=True` is about gradients for optimisers; the derivative is the same, and the model keeps its flag."""
     x = torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(2))

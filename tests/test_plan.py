@@ -20,6 +20,7 @@ from errbar import _linalg
 from errbar.costs import cost
 from errbar.data import Batch
 from errbar.experiments.resnet import cifar_resnet
+from errbar.inspection import inspect
 from errbar.layers import Selection
 from errbar.memory import available_bytes
 from errbar.network import Network
@@ -73,7 +74,8 @@ def test_every_structure_is_listed_for_every_number_of_layers() -> None:
 
 def test_a_parameter_of_the_model_itself_is_taken_to_be_used_from_the_start() -> None:
     network = Network(tempered())
-    seen = survey(network, Batch((torch.zeros(8, 4),)))
+    batch = Batch((torch.zeros(8, 4),))
+    seen = survey(network, batch, inspect(network, batch).layers)
     own = Selection(("scale",), ((),))
     assert [event.module for event in seen.tail(own)] == ["layer"]
     assert seen.workload(own, batch=8, fisher="ggn", dtype=torch.float32, rank=5).tail_bytes == 4 * 3

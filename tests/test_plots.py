@@ -273,7 +273,7 @@ def test_without_matplotlib_the_figures_say_what_to_install(
         lambda: plots.figure_one(torch.rand(3, 8, 8), gaussian, gaussian.predict()),
         lambda: plots.roc({"a": ([0.0, 1.0], [0.0, 1.0])}),
     ):
-        with pytest.raises(MissingExtraError, match=r"pip install 'errbar\[plots\]'"):
+        with pytest.raises(MissingExtraError, match=r"pip install '\.\[plots\]'"):
             draw()
 
 

@@ -144,7 +144,8 @@ def test_labels_whose_probability_underflows_still_tell_priors_apart() -> None:
     x = torch.eye(2).repeat(10, 1)
     y = torch.tensor([0, 1] * 10)
     y[0] = 1
-    information = errbar.collect(model, [x], last_layers=1)
+    with pytest.warns(UserWarning, match="no information at all"):
+        information = errbar.collect(model, [x], last_layers=1)
     with pytest.warns(errbar.CalibrationWarning, match=r"edge of the candidates, 0\.01"):
         chosen = errbar.choose_prior(information, [(x, y)], by="nll", samples=50)
     assert chosen.precision == pytest.approx(0.01)

@@ -25,6 +25,7 @@ from errbar.derivative import Derivative, Route, differentiate
 from errbar.diagonal import DiagonalAccumulator, safe_precision
 from errbar.factored import FactoredLogitGaussian
 from errbar.information import product_dtype
+from errbar.inspection import inspect
 from errbar.jacobian import jacobians
 from errbar.kronecker import KroneckerAccumulator, KroneckerSum
 from errbar.layers import Selection
@@ -148,8 +149,8 @@ class Run:
         """As `collect` begins, with the first batch; no n × n matrix is made."""
         network, batch = Network(model), to_batch(x)
         with plain_execution(network.device):
-            order, _ = network.execution_order(batch)
-            selection = select_parameters(network, order, last_layers=last_layers, parameters=parameters)
+            layers = inspect(network, batch).layers
+            selection = select_parameters(network, layers, last_layers=last_layers, parameters=parameters)
             dtype = product_dtype(network, precision)
             task = Asked(network, selection, Route.plan(network, selection, batch), fisher, dtype)
             return Run(structure, task, LayerwiseRoute.plan(network, selection, batch) if structure == "kron" else None)

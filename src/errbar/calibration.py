@@ -76,8 +76,8 @@ def calibrate(
     the minimum, but of all T_c whose NLL, with the best T for each, exceeds the least by at most min(2/N, 8e-4), N the
     number of held-out samples, and that of temperature scaling (T alone, T_c = 0) by at most 3e-4, the one nearest to 1
     (in |ln T_c|): the covariance of theory changes only as far as the data insist. "brier" and "ece" take their
-    minimum; that of the ECE alone may be a PMF that is flat and calibrated. By its objective no result is worse than
-    what was there before, if T_c was 0 by no more than min(2/N, 8e-4).
+    minimum; of minima of the ECE that are alike, the one with the best NLL, because a flat PMF is calibrated too. By
+    its objective no result is worse than what was there before, if T_c was 0 by no more than min(2/N, 8e-4).
 
     Where T is small for the logits, PMFs come to count which class wins. So, for both by "nll", T stays above 0.3 of
     the T of temperature scaling, unless the log-likelihood of the held-out data rises by more than 2 below that.
@@ -354,6 +354,15 @@ class _Question:
             self.held_out, trial["temperature"], trial["covariance_scale"], self.normal, self.names
         )
 
+    def nll(self, point: Tensor) -> float:
+        trial = self.at(point)
+        return _nll(self.held_out, trial["temperature"], trial["covariance_scale"], self.normal)
+
+    @property
+    def allowance(self) -> float:
+        """What the held-out data hardly tell, in nats a sample; for other objectives as much of theirs."""
+        return min(_LOG_LIKELIHOOD_RATIO / len(self.held_out.labels), _NEGLIGIBLE_NATS)
+
     def ranked(self, points: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
         return sorted(((self.value(point), point) for point in points), key=lambda pair: pair[0])
 
@@ -403,7 +412,7 @@ def _search(
     before = torch.tensor([math.log(start[name] or 1.0) for name in names], dtype=torch.float64)
     bounds = torch.tensor([_BOUNDS[name] for name in names], dtype=torch.float64).log()
     lower, upper = torch.minimum(bounds[:, 0], before), torch.maximum(bounds[:, 1], before)
-    allowance = min(_LOG_LIKELIHOOD_RATIO / len(held_out.labels), _NEGLIGIBLE_NATS)
+    allowance = question.allowance
     candidates, floor = [before], lower.clone()
     scaling = _Scaling(start["temperature"], math.inf, start["temperature"])
     if "temperature" in names:
@@ -445,11 +454,16 @@ def _minimise(
     """The best of the minima next to the best of the grid and to the best of the starts."""
     starts = [point.clamp(lower, upper) for point in starts]
     if question.objective.slopes is None:
+        # A PMF that is flat and calibrated has an ECE as small as any. Of minima that the data hardly tell apart, the
+        # one with the best NLL is meant; the best of the grid by NLL leads to one of these.
+        likely = min([*starts, *grid], key=question.nll)
         ranked = question.ranked([*starts, *grid])[: 5 - 2 * len(lower)]
-        found = [compass(question.value, point, lower, upper) for _, point in ranked]
-    else:
-        best = [question.ranked(points)[0] for points in (grid, starts) if points]
-        found = [quasi_newton(question.slopes, point, lower, upper) for _, point in best]
+        found = [compass(question.value, point, lower, upper) for point in [likely, *(point for _, point in ranked)]]
+        least = min(value for value, _ in found)
+        alike = [pair for pair in found if pair[0] <= least + question.allowance]
+        return min(alike, key=lambda pair: question.nll(pair[1]))
+    best = [question.ranked(points)[0] for points in (grid, starts) if points]
+    found = [quasi_newton(question.slopes, point, lower, upper) for _, point in best]
     return min(found, key=lambda pair: pair[0])
 
 
