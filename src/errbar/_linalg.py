@@ -23,6 +23,8 @@ _MIRRORED_ROWS = 512
 _ADDED_NUMBERS = 2**20
 # Vectors and steps of a subspace iteration: enough to tell an eigenvalue that is 5 % above all others.
 _SUBSPACE, _SUBSPACE_STEPS = 8, 8
+# Matrices of a batch that are looked at together.
+_SHARED_MATRICES = 64
 # Columns of a root, as a multiple of its rows, that are gathered before they are made fewer.
 _GATHERED_WIDTHS = 4
 
@@ -303,6 +305,10 @@ def negative_share(lower: Float[Tensor, "*B n n"], prior: Float[Tensor, "*B n"])
     which no data can make more than one. By subspace iteration, which costs little beside the factorisation and finds
     at most what there is; 0 where no eigenvalue is below zero.
     """
+    if lower.ndim == 3 and len(lower) > _SHARED_MATRICES:
+        # Solving copies its matrices: a few at a time.
+        parts = zip(lower.split(_SHARED_MATRICES), prior.split(_SHARED_MATRICES), strict=True)
+        return max(negative_share(part, own) for part, own in parts)
     n = lower.shape[-1]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(n, min(n, _SUBSPACE), generator=generator, dtype=torch.float64).to(lower.device)
