@@ -54,3 +54,21 @@ def test_curves_without_positives_or_points_are_refused() -> None:
         metrics.roc([0.1, 0.2], [False, False])
     with pytest.raises(ArgumentError, match="points is 1; expected a whole number of two or more"):
         metrics.risk_coverage(*sample(), points=1)
+
+
+# Few values, so that ties are many, at both infinities too.
+@pytest.mark.parametrize("seed", range(20))
+def test_roc_and_auroc_are_one_answer_whatever_the_scores(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 1e-300, 2.5, torch.inf], dtype=torch.float64)
+    scores = values[torch.randint(len(values), (40,), generator=generator)]
+    positive = torch.rand(40, generator=generator) < 0.4
+    false, true = metrics.roc(scores, positive)
+    assert len(false) == len(set(scores.tolist())) + 1  # one point a score that occurs, and the origin
+    area = torch.trapezoid(torch.tensor(true, dtype=torch.float64), torch.tensor(false, dtype=torch.float64))
+    assert float(area) == pytest.approx(metrics.auroc(scores, positive), abs=1e-12)
+
+
+def test_infinite_scores_are_ties_of_the_roc_curve() -> None:
+    scores, positive = [torch.inf, torch.inf, 0.0, -torch.inf, -torch.inf], [True, False, True, False, True]
+    assert metrics.roc(scores, positive) == ([0.0, 0.5, 0.5, 1.0], pytest.approx([0.0, 1 / 3, 2 / 3, 1.0]))

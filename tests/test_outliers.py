@@ -193,3 +193,29 @@ def test_leaving_a_sample_out_takes_out_the_information_that_the_fit_put_in(fish
         mean = plain.mean + (forgotten.covariance @ error[..., None])[..., 0]
         expected = -errbar.LogitGaussian(mean, forgotten.covariance).predict(400, 3).pmf[0, y[index]].log()
         assert float(scores.label_suspicion[index]) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("leave_out", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labels_that_the_model_holds_impossible_have_finite_suspicions(dtype: torch.dtype, leave_out: bool) -> None:
+    """Logits of 0 and 1000: the PMF of a wrong label is zero in any precision, and its logarithm is −1000 or so."""
+    model = nn.Linear(4, 4, dtype=dtype)
+    model.weight.data = 1000 * torch.eye(4, dtype=dtype)
+    model.bias.data.zero_()
+    truth = torch.arange(200) % 4
+    x = torch.eye(4, dtype=dtype)[truth] * (1 + torch.arange(200) / 1000)[:, None].to(dtype)
+    flipped = torch.arange(200) < 39
+    y = torch.where(flipped, (truth + 1) % 4, truth)
+    posterior = errbar.fit(model, [(x / 1000, truth)], last_layers=1, prior=Prior(100.0))
+    scores = errbar.outlier_scores(posterior, [(x[:120], y[:120]), (x[120:], y[120:])], leave_out=leave_out)
+    assert scores.label_suspicion is not None
+    assert bool(scores.label_suspicion.isfinite().all())
+    assert bool((scores.label_suspicion >= 0).all())
+    # The error bars are small beside such logits: the suspicion is their difference, and the surest mistake is first.
+    torch.testing.assert_close(
+        scores.label_suspicion[flipped].double(), 1000 * x[flipped].amax(1).double(), rtol=1e-2, atol=0
+    )
+    assert scores.ranking("label_suspicion")[0] == 38
+    false, true = metrics.roc(scores.label_suspicion, flipped)
+    area = torch.trapezoid(torch.tensor(true, dtype=torch.float64), torch.tensor(false, dtype=torch.float64))
+    assert float(area) == metrics.auroc(scores.label_suspicion, flipped) == 1

@@ -148,7 +148,9 @@ def roc(scores: Any, positive: Any, points: int | None = None) -> tuple[list[flo
     order = values.argsort(descending=True)
     hits = flags[order].double()
     true, false = hits.cumsum(0) / hits.sum(), (1 - hits).cumsum(0) / (1 - hits).sum()
-    ends = torch.cat([values[order].diff() != 0, torch.tensor([True])]).nonzero()[:, 0]
+    # Compared, not subtracted: ∞ − ∞ is not zero.
+    ordered = values[order]
+    ends = torch.cat([ordered[1:] != ordered[:-1], torch.tensor([True])]).nonzero()[:, 0]
     at = ends[_spread(len(ends), points)]
     return [0.0, *false[at].tolist()], [0.0, *true[at].tolist()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from errbar.data import Unpack, batches, checked_labels, count_batches
 from errbar.errors import ArgumentError, CovarianceError, DataError, LabelError
 from errbar.fisher import Fisher, fisher_root
 from errbar.logits import LogitGaussian
+from errbar.modes import plain_execution
 from errbar.posterior import Posterior, require_posterior
+from errbar.prediction import BLOCK_BYTES, require_samples, standard_normal
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +27,8 @@ class OutlierScores:
 
     - `mutual_information`: how much the class depends on which parameters are right, in nats;
     - `contrast_variance`: the mean variance of the logits' contrasts, the part of P^g that softmax can see;
-    - `label_suspicion`: −ln of the probability of the label had this input not been in the fit, in nats; None where
-      the data have no labels.
+    - `label_suspicion`: −ln of the probability of the label had this input not been in the fit, in nats, finite also
+      where that probability is too small for a number; None where the data have no labels.
     """
 
     mutual_information: Float[Tensor, "N"]
@@ -77,12 +80,36 @@ def outlier_scores(
             if leave_out:
                 without = without_own_label(gaussian, labels, posterior.information.fisher)
                 used = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
-                prediction = used.predict(samples, seed)
-            suspicion.append(-prediction.pmf.gather(1, labels[:, None])[:, 0].log())
+            suspicion.append(_label_suspicion(used, labels, samples, seed))
     if not information:
         raise DataError("The data are empty: expected at least one batch.")
     labelled = len(suspicion) == len(information)
     return OutlierScores(torch.cat(information), torch.cat(variance), torch.cat(suspicion) if labelled else None)
+
+
+def _label_suspicion(gaussian: LogitGaussian, labels: Int[Tensor, "B"], samples: int, seed: int) -> Float[Tensor, "B"]:
+    """−ln f̂_y = ln K − ln Σ_k exp(ln softmax(g⁽ᵏ⁾)_y), with the draws of `predict`.
+
+    The PMF of a label that the model holds impossible is zero, and the logarithm of that says nothing about which such
+    label is the more suspicious; its logarithm as such is a number like any other.
+    """
+    root, _ = gaussian.sampling_root()
+    normal = standard_normal(require_samples(samples), root.shape[-1], seed, gaussian.mean).T.double()
+    made = torch.empty(len(gaussian), dtype=torch.float64, device=gaussian.mean.device)
+    # As many inputs at a time as a prediction takes.
+    row_bytes = 8 * gaussian.mean.shape[1] * normal.shape[1]
+    size = max(1, BLOCK_BYTES.get(made.device.type, 2**21) // row_bytes)
+    with plain_execution(made.device):
+        for start in range(0, len(gaussian), size):
+            rows = slice(start, start + size)
+            mean, spread = gaussian.mean[rows].double(), root[rows].double()
+            drawn = spread[:, :, None] * normal if spread.ndim == 2 else spread @ normal
+            logits = mean[:, :, None] + drawn
+            label = labels[rows, None, None].expand(-1, 1, normal.shape[1])
+            of_label = torch.log_softmax(logits, 1).gather(1, label)[:, 0]
+            made[rows] = math.log(normal.shape[1]) - torch.logsumexp(of_label, 1)
+    # Rounding may take a certain label below zero.
+    return made.clamp_min(0).to(gaussian.mean.dtype)
 
 
 def rank_outliers(
