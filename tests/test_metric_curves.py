@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from errbar import metrics, plots
-from errbar.errors import ArgumentError, LabelError
+from errbar.errors import ArgumentError, DataError, LabelError
 
 
 def sample(count: int = 200) -> tuple[Tensor, Tensor]:
@@ -72,3 +75,21 @@ def test_roc_and_auroc_are_one_answer_whatever_the_scores(seed: int) -> None:
 def test_infinite_scores_are_ties_of_the_roc_curve() -> None:
     scores, positive = [torch.inf, torch.inf, 0.0, -torch.inf, -torch.inf], [True, False, True, False, True]
     assert metrics.roc(scores, positive) == ([0.0, 0.5, 0.5, 1.0], pytest.approx([0.0, 1 / 3, 2 / 3, 1.0]))
+
+
+@pytest.mark.parametrize("of", [metrics.roc, metrics.auroc])
+def test_scores_that_are_no_number_are_refused(of: Callable[..., object]) -> None:
+    with pytest.raises(DataError, match="Scores hold NaN"):
+        of([0.1, float("nan")], [True, False])
+    with pytest.raises(DataError, match="Scores are a list and flags a list, one of them no vector of numbers"):
+        of(["high", "low"], [True, False])
+
+
+def test_scores_of_lists_are_not_rounded() -> None:
+    """Two scores that float32 cannot tell apart."""
+    assert metrics.auroc([1 + 1e-12, 1.0], [True, False]) == 1
+    assert len(metrics.roc([1 + 1e-12, 1.0], [True, False])[0]) == 3
+
+
+def test_points_may_be_numbers_of_numpy() -> None:
+    assert len(metrics.risk_coverage(*sample(), points=np.int64(11))[0]) == 11

@@ -294,8 +294,8 @@ def _scores(pmf: Float[Tensor, "B M"], score: str) -> Float[Tensor, "B M"]:
 
 
 def _pmf(prediction: Any) -> Float[Tensor, "B M"]:
-    """PMFs in float64 on the CPU."""
-    return checked_pmf(prediction.pmf if isinstance(prediction, Prediction) else prediction)
+    """PMFs in float64 on the CPU, of a Prediction too."""
+    return checked_pmf(prediction)
 
 
 def _require_classes(pmf: Float[Tensor, "B M"], classes: int) -> None:

@@ -1,6 +1,7 @@
 """How good predicted PMFs are, given the labels: pure functions of (pmf, labels).
 
-Takes tensors or anything that `torch.as_tensor` takes; computes in float64; returns plain numbers.
+A PMF is a `Prediction`, a tensor, or anything else that `torch.as_tensor` takes, lists read in float64; all is computed
+in float64, and plain numbers come back.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from errbar.checks import whole_number
 from errbar.data import checked_labels
 from errbar.errors import ArgumentError, DataError, LabelError
 
@@ -63,6 +66,7 @@ def reliability(pmf: Any, labels: Any, bins: int = 10) -> Reliability:
     """B_j = {n : (j−1)/J ≤ max_m f_m(x_n) < j/J}, the last bin closed at one."""
     probability, truth = _checked(pmf, labels)
     confidence, label = probability.max(1)
+    bins = _whole(bins, "bins")
     edges, index = _binned(confidence, bins)
     count = torch.bincount(index, minlength=bins)
     correct = torch.bincount(index, weights=(label == truth).double(), minlength=bins)
@@ -88,8 +92,7 @@ def ece_interval(
     probability, truth = _checked(pmf, labels)
     if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
         raise ArgumentError(f"level is {level!r}; expected a number between 0 and 1, such as 0.95.")
-    if isinstance(resamples, bool) or not isinstance(resamples, int) or resamples < 1:
-        raise ArgumentError(f"resamples is {resamples!r}; expected a whole number of one or more.")
+    bins, resamples = _whole(bins, "bins"), _whole(resamples, "resamples")
     confidence, label = probability.max(1)
     _, index = _binned(confidence, bins)
     gap = (label == truth).double() - confidence
@@ -164,15 +167,21 @@ def auroc(scores: Any, positive: Any) -> float:
 
 def _spread(count: int, points: int | None) -> Int[Tensor, "K"]:
     """Indices of all of `count` points, or of so many of them, evenly spread, the last one among them."""
-    if points is not None and (isinstance(points, bool) or not isinstance(points, int) or points < 2):
+    wanted = count if points is None else whole_number(points)
+    if wanted is None or (points is not None and wanted < 2):
         raise ArgumentError(f"points is {points!r}; expected a whole number of two or more, or None for all.")
-    wanted = count if points is None else min(points, count)
+    wanted = min(wanted, count)
     return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
 
 
 def _checked_scores(scores: Any, positive: Any) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
-    values = torch.as_tensor(scores).detach().cpu().double()
-    flags = torch.as_tensor(positive).detach().cpu()
+    try:
+        values, flags = _numbers(scores), torch.as_tensor(positive).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Scores are a {type(scores).__name__} and flags a {type(positive).__name__}, one of them no vector of "
+            "numbers; expected a score and True or False for each input."
+        ) from error
     if values.ndim != 1 or flags.shape != values.shape:
         raise DataError(
             f"Scores of shape {tuple(values.shape)} and flags of shape {tuple(flags.shape)}; expected two vectors of "
@@ -189,10 +198,16 @@ def _checked_scores(scores: Any, positive: Any) -> tuple[Float[Tensor, "N"], Boo
 
 def _binned(confidence: Float[Tensor, "N"], bins: int) -> tuple[Float[Tensor, "edges"], Int[Tensor, "N"]]:
     """The edges of the bins, and the bin of each input."""
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ArgumentError(f"bins is {bins!r}; expected a whole number of one or more.")
     edges = torch.arange(bins + 1, dtype=torch.float64) / bins
     return edges, (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
+
+
+def _whole(value: object, name: str) -> int:
+    """A count of one or more, NumPy's too."""
+    number = whole_number(value)
+    if number is None or number < 1:
+        raise ArgumentError(f"{name} is {value!r}; expected a whole number of one or more.")
+    return number
 
 
 def _mean_rank(values: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -207,9 +222,31 @@ def _of_label(probability: Float[Tensor, "N M"], truth: Int[Tensor, "N"]) -> Flo
     return probability.gather(1, truth[:, None])[:, 0]
 
 
+def _numbers(values: Any) -> Float[Tensor, "*shape"]:
+    """Numbers of any kind in float64 on the CPU: `torch.as_tensor` alone rounds those of lists to float32."""
+    if isinstance(values, (list, tuple)) and any(isinstance(row, (Tensor, np.ndarray)) for row in values):
+        return torch.stack([_numbers(row) for row in values])
+    if not isinstance(values, Tensor) and hasattr(values, "__array__"):
+        values = np.asarray(values)
+    is_complex = values.is_complex() if isinstance(values, Tensor) else np.iscomplexobj(values)
+    if is_complex:
+        raise TypeError("complex numbers")
+    if isinstance(values, Tensor):
+        return values.detach().cpu().double()
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
-    """PMFs in float64 on the CPU; `DataError` in words for what is none."""
-    probability = torch.as_tensor(pmf).detach().cpu().double()
+    """PMFs in float64 on the CPU, a prediction's too; `DataError` in words for what is none."""
+    # A Prediction knows this module: it is told by what it has.
+    held = getattr(pmf, "pmf", None)
+    try:
+        probability = _numbers(held if isinstance(held, Tensor) else pmf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"PMFs are a {type(pmf).__name__} that is no matrix of numbers; expected a Prediction, or probabilities "
+            "(inputs, classes)."
+        ) from error
     if probability.ndim != 2 or probability.shape[0] == 0 or probability.shape[1] < 2:
         raise DataError(
             f"PMFs have shape {tuple(probability.shape)}; expected (inputs, classes): one input or more, two "
