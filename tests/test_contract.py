@@ -98,6 +98,7 @@ ORDER = [
     "fisher",
     "data",
     "shards",
+    "ece_limits",
     "metrics",
     "network",
     "layers",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from errbar.checks import whole_number
 from errbar.data import checked_labels
+from errbar.ece_limits import ece_limits
 from errbar.errors import ArgumentError, DataError, LabelError
 
 
@@ -83,30 +84,22 @@ def ece(pmf: Any, labels: Any, bins: int = 10) -> float:
 def ece_interval(
     pmf: Any, labels: Any, bins: int = 10, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """An interval of the ECE by resampling the inputs: 2 ECE − q at both quantiles q of the resamples, from zero on.
+    """An interval that holds the ECE of all inputs there could be, Σ_j w_j |acc_j − conf_j| in the same bins.
 
-    An input adds right_n − confidence_n to its bin, and the ECE of a resample is Σ_j |Σ_{n∈B_j} …|/N. Resampling
-    adds to the ECE what sampling has added to it once already; so its quantiles are mirrored at the ECE (the basic
-    bootstrap), which takes that off again, rather than taken as they are.
+    By test inversion with binomial bins (`errbar.ece_limits` has the rules): a value is inside if an ECE like that of
+    these data is not a surprise where it is true, by `resamples` sets of labels drawn under it. The ECE itself is above
+    what it estimates, by about the noise of its bins; so the interval reaches further down than up, and begins at 0
+    where the labels could come from the PMF. Its coverage by simulation is in `docs/results.md`.
     """
-    probability, truth = _checked(pmf, labels)
     if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
         raise ArgumentError(f"level is {level!r}; expected a number between 0 and 1, such as 0.95.")
-    bins, resamples = _whole(bins, "bins"), _whole(resamples, "resamples")
-    confidence, label = probability.max(1)
-    _, index = _binned(confidence, bins)
-    gap = (label == truth).double() - confidence
-    count = len(gap)
-    generator = torch.Generator().manual_seed(seed)
-    # One resample at a time: all at once would be a thousand times the inputs.
-    drawn = torch.empty(resamples, dtype=torch.float64)
-    for resample in range(resamples):
-        chosen = torch.randint(count, (count,), generator=generator)
-        drawn[resample] = torch.bincount(index[chosen], gap[chosen], bins).abs().sum() / count
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = drawn.quantile(tails).tolist()
-    middle = ece(probability, truth, bins)
-    return max(0.0, 2 * middle - high), max(0.0, 2 * middle - low)
+    draws = _whole(resamples, "resamples")
+    source = whole_number(seed)
+    if source is None or not 0 <= source < 2**63:
+        raise ArgumentError(f"seed is {seed!r}; expected a whole number of zero or more.")
+    diagram = reliability(pmf, labels, bins)
+    right = (diagram.accuracy * diagram.count).round()
+    return ece_limits(diagram.count.double(), right, diagram.confidence, level=level, resamples=draws, seed=source)
 
 
 def ece_literal(pmf: Any, labels: Any, bins: int = 10) -> float:

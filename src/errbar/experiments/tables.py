@@ -55,7 +55,7 @@ MEASURES = (
 
 
 def score_table(result: Result) -> Table:
-    """Mean ± standard deviation over the runs of each method; under ECE the mean bootstrap interval."""
+    """Mean ± standard deviation over the runs of each method; under ECE the mean interval of the runs."""
     rows = []
     for key, name in result["methods"].items():
         each = [run["scores"][key] for run in result["runs"]]

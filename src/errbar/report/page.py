@@ -82,8 +82,9 @@ def page(report: Report) -> str:
 
 
 _FOOT = (
-    "Intervals are 95\u202f% intervals: of accuracies by Wilson’s formula, of AUROCs by DeLong’s, of everything else "
-    "by resampling the inputs 1000 times (basic bootstrap). They say what other inputs from the same source would "
+    "Intervals are 95\u202f% intervals: of accuracies by Wilson’s formula, of AUROCs by DeLong’s, of the ECE by "
+    "inverting a test with binomial bins, of everything else by resampling the inputs 1000 times (basic bootstrap). "
+    "They say what other inputs from the same source would "
     "change, not what another source would. PMF: the probabilities of all classes. NLL: the mean of −ln of the "
     "probability that the label was given. Brier: the mean squared distance of the PMF from the label. ECE: the mean "
     "gap between confidence and accuracy over bins of the confidence. AURC: the mean error rate over all coverages. "
