@@ -460,7 +460,7 @@ def _minimise(
         ranked = question.ranked([*starts, *grid])[: 5 - 2 * len(lower)]
         found = [compass(question.value, point, lower, upper) for point in [likely, *(point for _, point in ranked)]]
         least = min(value for value, _ in found)
-        alike = [pair for pair in found if pair[0] <= least + question.allowance]
+        alike = [pair for pair in found if pair[0] <= least + question.allowance / 4]
         return min(alike, key=lambda pair: question.nll(pair[1]))
     best = [question.ranked(points)[0] for points in (grid, starts) if points]
     found = [quasi_newton(question.slopes, point, lower, upper) for _, point in best]
