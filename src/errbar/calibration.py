@@ -454,8 +454,7 @@ def _minimise(
     """The best of the minima next to the best of the grid and to the best of the starts."""
     starts = [point.clamp(lower, upper) for point in starts]
     if question.objective.slopes is None:
-        # A PMF that is flat and calibrated has an ECE as small as any. Of minima that the data hardly tell apart, the
-        # one with the best NLL is meant; the best of the grid by NLL leads to one of these.
+        # A flat PMF may have an ECE as small as any: of minima that are alike, the one with the best NLL is meant.
         likely = min([*starts, *grid], key=question.nll)
         ranked = question.ranked([*starts, *grid])[: 5 - 2 * len(lower)]
         found = [compass(question.value, point, lower, upper) for point in [likely, *(point for _, point in ranked)]]
