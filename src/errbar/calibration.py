@@ -24,13 +24,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
+from errbar._linalg import exp_without_subnormals_
 from errbar.compass import Slopes, compass, quasi_newton, where_it_turns
 from errbar.data import Batch, Unpack, checked_labels
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
 from errbar.factored import FactoredLogitGaussian
 from errbar.modes import plain_execution
 from errbar.posterior import Posterior, require_posterior
-from errbar.prediction import require_samples, softmax_over_classes_, standard_normal
+from errbar.prediction import require_samples, standard_normal
 from errbar.ranks import Team, team_of
 from errbar.shards import opened
 
@@ -191,7 +192,7 @@ class _HeldOut:
             weights = spread + mean[:, :, None]
             top = weights.amax(1, keepdim=True)
             weights -= top
-            weights.exp_()
+            exp_without_subnormals_(weights)
             total = weights.sum(1)
             log_share = (spread_of_label + mean_of_label - top[:, 0]).double() - total.double().log()
             value[rows] = torch.logsumexp(log_share, 1) - math.log(normal.shape[1])
@@ -217,7 +218,10 @@ class _HeldOut:
         pmf = torch.empty_like(self.mean)
         slopes = {name: torch.empty_like(self.mean) for name in names}
         for rows, spread, mean in self._blocks(temperature, scale, normal):
-            values = softmax_over_classes_(spread + mean[:, :, None])
+            values = spread + mean[:, :, None]
+            values -= values.amax(1, keepdim=True)
+            exp_without_subnormals_(values)
+            values /= values.sum(1, keepdim=True)
             pmf[rows] = values.mean(2)
             if not names:
                 continue
@@ -461,9 +465,13 @@ def _minimise(
         least = min(value for value, _ in found)
         alike = [pair for pair in found if pair[0] <= least + question.allowance / 4]
         return min(alike, key=lambda pair: question.nll(pair[1]))
-    best = [question.ranked(points)[0] for points in (grid, starts) if points]
-    found = [quasi_newton(question.slopes, point, lower, upper) for _, point in best]
-    return min(found, key=lambda pair: pair[0])
+    best = question.ranked(starts)[0]
+    if grid:
+        _, point = question.ranked(grid)[0]
+        minimum = quasi_newton(question.slopes, point, lower, upper)
+        if minimum[0] <= best[0]:
+            return minimum
+    return quasi_newton(question.slopes, best[1], lower, upper)
 
 
 def _nearly_without_covariance(
@@ -558,7 +566,7 @@ def _right_on_average(coarse: _Question, lower: Tensor, upper: Tensor) -> list[F
     only one of them is fitted, a line is left, and an even grid on it costs no more.
     """
     if len(coarse.names) == 1:
-        return list(torch.linspace(float(lower), float(upper), 200, dtype=torch.float64)[:, None])
+        return list(torch.linspace(float(lower), float(upper), 100, dtype=torch.float64)[:, None])
     held_out, points = coarse.held_out, []
     for scale in torch.linspace(float(lower[1]), float(upper[1]), 28, dtype=torch.float64)[:, None]:
 

@@ -19,13 +19,21 @@ def compass(
 
     `rounds` limits the time: along a valley that steps do not follow, there is always a little to gain.
     """
-    best, step = value(point), 0.25
+    seen: dict[tuple[float, ...], float] = {}
+
+    def at(trial: Tensor) -> float:
+        key = tuple(round(coordinate, 9) for coordinate in trial.tolist())
+        if key not in seen:
+            seen[key] = value(trial)
+        return seen[key]
+
+    best, step = at(point), 0.25
     axes = list(torch.eye(len(point), dtype=torch.float64))
     if len(axes) == 2:
         axes += [axes[0] + axes[1], axes[0] - axes[1]]
     for _ in range(rounds):
         trials = [torch.clamp(point + sign * step * axis, lower, upper) for axis in axes for sign in (1, -1)]
-        values = [value(trial) for trial in trials]
+        values = [at(trial) for trial in trials]
         winner = min(range(len(trials)), key=values.__getitem__)
         if values[winner] < best:
             point, best = trials[winner], values[winner]
