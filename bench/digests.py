@@ -151,10 +151,15 @@ def main() -> None:
                 posterior = errbar.fit(model, data, last_layers=layers, fisher="eta")
                 print(f"{network:14} eta  dense    last {layers}          {digest(posterior.predict(data[0][0]).pmf)}")
             options = errbar.plan(model, data[0], memory=2**30).options
-            kept = [(o.structure, o.last_layers, o.n_parameters, o.posterior_bytes, o.fit_bytes, o.predict_bytes) for o in options]
+            kept = [
+                (o.structure, o.last_layers, o.n_parameters, o.posterior_bytes, o.fit_bytes, o.predict_bytes)
+                for o in options
+            ]
             print(f"{network:14} plan                          {digest(json.dumps(kept))}")
             path = folder / "it.pt2"
-            exported = attempt(lambda: errbar.fit(model, data, last_layers=1).export(path, example=data[0][0], samples=20))
+            exported = attempt(
+                lambda: errbar.fit(model, data, last_layers=1).export(path, example=data[0][0], samples=20)
+            )
             if exported is None:
                 program = torch.export.load(path)
                 exported = list(program.module()(data[0][0]))

@@ -20,8 +20,8 @@ from torch import distributed as dist
 from torch.utils.data import TensorDataset
 
 import errbar
-from errbar.ranks import team_of
-from errbar.reduction import reduced
+from errbar._distributed.reduce import reduced
+from errbar._distributed.team import team_of
 
 STRONG, WEAK = 16_384, 8_192
 REPETITIONS = 7

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from errbar.ece_limits import ece_limits
+from errbar._base.ece_limits import ece_limits
 
 Array = NDArray[np.float64]
 BINS = 10

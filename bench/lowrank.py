@@ -21,16 +21,17 @@ import torch
 from common import PRIOR, save, show
 from torch import Tensor, nn
 
-from errbar import _linalg, sketch
-from errbar.checks import Checks
-from errbar.data import Batch
+from errbar._base import linalg
+from errbar._base.checks import Checks
+from errbar._base.execution import plain_execution
+from errbar._curvature import sketch
+from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, fisher_columns, pulled_back
+from errbar._curvature.sketch import FrequentDirections, orthogonalised
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
 from errbar.experiments.datasets import read_cifar10
 from errbar.experiments.resnet import Block, load_pretrained, normalise
-from errbar.layers import Selection
-from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, fisher_columns, pulled_back
-from errbar.modes import plain_execution
-from errbar.network import Network
-from errbar.sketch import FrequentDirections, orthogonalised
 
 CPU = torch.device("cpu")
 
@@ -97,7 +98,7 @@ def conditioned(total: LowRankSum, precision: float = PRIOR) -> LowRankFactor:
 
 
 def contrasts(covariance: Tensor) -> Tensor:
-    return _linalg.contrast_covariance(covariance).diagonal(dim1=1, dim2=2).mean(1)
+    return linalg.contrast_covariance(covariance).diagonal(dim1=1, dim2=2).mean(1)
 
 
 def resnet20(weights: Path, pictures: Tensor, inputs: Tensor, rank: int) -> dict[str, Any]:

@@ -35,9 +35,9 @@ def serve(kind: str) -> None:
     from errbar.serve.app import application
     from errbar.serve.digits import digits
     from errbar.serve.limits import Limits
-    from errbar.serve.record import Log
-    from errbar.serve.served import Service
     from errbar.serve.server import Address, server_for
+    from errbar.serve.service import Service
+    from errbar.serve.telemetry import Log
 
     torch.set_num_threads(1)
     made = digits()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from errbar import cli
+from errbar.cli import main
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -151,7 +151,7 @@ def run(*arguments: str) -> Result:
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main(arguments)
+            main.main(arguments)
         except SystemExit as left:
             code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
     return Result(code, out.getvalue(), err.getvalue())

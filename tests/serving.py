@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import errbar
 from errbar.serve.app import application
 from errbar.serve.limits import Limits
-from errbar.serve.record import Log
-from errbar.serve.served import Served, Service, served
 from errbar.serve.server import Address, running, url_of
+from errbar.serve.service import Served, Service, served
+from errbar.serve.telemetry import Log
 
 CLASSES = ("ant", "bee", "cat")
 

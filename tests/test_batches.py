@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import errbar
-from errbar.data import Batch, joined, to_batch
+from errbar._model.batch import Batch, joined, to_batch
 
 DOUBLE = torch.float64
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar.checkpoint import batch_digest
-from errbar.data import Batch
+from errbar._files.checkpoint import batch_digest
+from errbar._model.batch import Batch
 
 STRUCTURES: dict[str, dict[str, Any]] = {
     "dense": {"last_layers": 2},

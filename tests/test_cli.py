@@ -10,23 +10,24 @@ import pytest
 from typer.testing import CliRunner
 
 import errbar
-from errbar import cli, demo
+from errbar import demo
+from errbar.cli import main
 
 
 def test_version_is_that_of_the_package() -> None:
-    result = CliRunner().invoke(cli.application(), ["--version"])
+    result = CliRunner().invoke(main.application(), ["--version"])
     assert result.exit_code == 0
     assert result.output == f"errbar {errbar.__version__}\n"
 
 
 def test_help_lists_the_commands() -> None:
-    result = CliRunner().invoke(cli.application(), ["--help"])
+    result = CliRunner().invoke(main.application(), ["--help"])
     assert result.exit_code == 0
     assert "demo" in result.output
 
 
 def test_demo_is_a_command_of_its_own_with_options() -> None:
-    result = CliRunner().invoke(cli.application(), ["demo", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    result = CliRunner().invoke(main.application(), ["demo", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
     assert result.exit_code == 0
     assert "output" in result.output
 
@@ -43,7 +44,7 @@ def test_demo_passes_its_options_on(
 ) -> None:
     calls: list[tuple[Path, bool]] = []
     monkeypatch.setattr(demo, "run", lambda output, progress, quiet: calls.append((output, progress)))
-    assert CliRunner().invoke(cli.application(), arguments).exit_code == 0
+    assert CliRunner().invoke(main.application(), arguments).exit_code == 0
     assert calls == [expected]
 
 
@@ -51,7 +52,7 @@ def test_a_mistake_is_one_sentence_on_standard_error(tmp_path: Path, capsys: pyt
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(SystemExit, match=r"^1$"):
-        cli.main(["demo", "--output", str(file)])
+        main.main(["demo", "--output", str(file)])
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == f"errbar: The output {file} is a file; expected a folder for the figures.\n"
@@ -63,7 +64,7 @@ def test_without_its_extra_the_command_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match=r"^1$"):
-        cli.main(["--version"])
+        main.main(["--version"])
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert "pip install '.[cli]' in a clone of errbar" in printed

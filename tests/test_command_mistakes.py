@@ -14,8 +14,8 @@ import torch
 
 import errbar
 from command_line import CLASSES, Workspace, run, said
-from errbar.commands import choices
-from errbar.structures import STRUCTURES
+from errbar._posterior.differentiate import STRUCTURES
+from errbar.cli import choices
 
 FIT = ["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"]
 MODEL = ["--model", "tiny_net:trained"]
@@ -267,7 +267,7 @@ def torchrun(*arguments: str, run: tuple[str, ...] = ("-m", "errbar")) -> subpro
 
 LEFT_THREADS = """
 import os, torch, errbar
-from errbar.ranks import job_of_torchrun
+from errbar._distributed.team import job_of_torchrun
 torch.manual_seed(0)
 x = torch.randn(8, 4) + int(os.environ["RANK"])
 before = len(os.listdir("/proc/self/task"))

@@ -10,9 +10,9 @@ import torch
 
 import errbar
 from command_line import CLASSES, Workspace, run, said
-from errbar.commands import choices
-from errbar.commands.wording import in_words_of_commands
-from errbar.export import OUTPUTS
+from errbar._export.write import OUTPUTS
+from errbar.cli import choices
+from errbar.cli.wording import in_words_of_commands
 
 MODEL = ["--model", "tiny_net:trained"]
 EVALUATE = ["evaluate", "calibrated.safetensors", "data.npz", *MODEL]

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import errbar
 from command_line import CLASSES, Workspace, run, said
-from errbar.commands.images import ImageRows
-from errbar.commands.rows import ArrayRows
+from errbar.cli.images import ImageRows
+from errbar.cli.rows import ArrayRows
 
 FLOAT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -338,7 +338,7 @@ def test_warnings_are_notices(files: Workspace, tmp_path: Path) -> None:
 
 
 def test_weights_from_before_batch_norms_counted_batches_are_taken(workspace: Workspace, tmp_path: Path) -> None:
-    from errbar.commands.models import load_weights
+    from errbar.cli.models import load_weights
 
     model, other = (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
     state = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
@@ -392,7 +392,7 @@ def test_a_parquet_file_has_inputs_as_lists_and_names(files: Workspace, tmp_path
 
 
 def test_arrays_stay_on_the_disk(workspace: Workspace) -> None:
-    from errbar.commands.source import TRAINING, DataRequest
+    from errbar.cli.source import TRAINING, DataRequest
 
     rows: Any = DataRequest("data.npz", 8).open(TRAINING).rows
     assert isinstance(rows.x, np.memmap)

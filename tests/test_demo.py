@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import cli, demo
+from errbar import demo
+from errbar.cli import main
 from errbar.demo import Digits, Samples, Score, Settings
 from errbar.errors import ArgumentError, DataError, MissingExtraError
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
@@ -241,7 +242,7 @@ def test_with_json_the_demo_says_one_object_and_nothing_else(
     monkeypatch.setattr(demo, "Settings", lambda: TINY)
     # The exit of a command that succeeds.
     with torch.random.fork_rng(devices=[]), pytest.raises(SystemExit, match=r"^0$"):
-        cli.main(["demo", "--json", "--output", str(tmp_path)])
+        main.main(["demo", "--json", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     facts = json.loads(printed)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import errbar
-from errbar import _linalg
-from errbar.data import Batch
-from errbar.export import ExportRequest, checked_thresholds, graph_of
-from errbar.export_chain import Sample, chained
-from errbar.export_graph import cholesky
-from errbar.modes import plain_execution
+from errbar._base import linalg
+from errbar._base.execution import plain_execution
+from errbar._export.chain import Sample, chained
+from errbar._export.graph import cholesky
+from errbar._export.write import ExportRequest, checked_thresholds, graph_of
+from errbar._model.batch import Batch
 
 NAMES = ["pmf", "std", "covariance", "logits", "logit_covariance", "risk"]
 THRESHOLDS = (0.05, 0.5)
@@ -367,12 +367,12 @@ def covariances(*, rank: int, size: int = 6, count: int = 20) -> Tensor:
     return root @ root.mT
 
 
-SHARES = [0.0, *_linalg.jitters(1e-9)]
+SHARES = [0.0, *linalg.jitters(1e-9)]
 
 
 def test_the_written_out_factor_is_the_one_of_the_library() -> None:
     matrix = covariances(rank=9)
-    expected, jitter = _linalg.safe_cholesky(matrix, name="it", limit=1e-9)
+    expected, jitter = linalg.safe_cholesky(matrix, name="it", limit=1e-9)
     assert jitter == 0
     torch.testing.assert_close(cholesky(matrix, SHARES), expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(cholesky(matrix[:, :1, :1], SHARES), matrix[:, :1, :1].sqrt())
@@ -800,7 +800,7 @@ def test_a_graph_that_says_something_else_is_not_written(
 ) -> None:
     path = tmp_path / "posterior.pt2"
     path.write_bytes(b"what was there before")
-    monkeypatch.setattr("errbar.export.standard_normal", lambda rows, columns, *_: torch.zeros(rows, columns))
+    monkeypatch.setattr("errbar._export.write.standard_normal", lambda rows, columns, *_: torch.zeros(rows, columns))
     with pytest.raises(errbar.ExportError, match=r"The graph and posterior\.predict differ by .* in 'pmf'"):
         simple.export(path, example=normal(2, 6))
     assert path.read_bytes() == b"what was there before"

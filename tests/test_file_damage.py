@@ -22,9 +22,10 @@ from torch import nn
 
 import errbar
 import make_format_files
-from errbar import atomic, files
-from errbar.curves import new_figure, write_figure
+from errbar._base import atomic
+from errbar._files import container
 from errbar.experiments import runs, store
+from errbar.plots.curves import new_figure, write_figure
 from mutations import sealed
 
 HERE = Path(__file__).parent
@@ -129,7 +130,7 @@ def test_what_could_not_be_read_is_not_written(
 ) -> None:
     for name, limit in (("_HEADER_LIMIT", 100), ("MOST_VALUES", 10)):
         with monkeypatch.context() as patch:
-            patch.setattr(files, name, limit)
+            patch.setattr(container, name, limit)
             with pytest.raises(errbar.SizeError, match="Select fewer parameters"):
                 posterior.save(tmp_path / "file")
     assert os.listdir(tmp_path) == []
@@ -346,7 +347,7 @@ def test_a_pipe_that_appears_while_a_file_is_written_stays(tmp_path: Path) -> No
 
 def test_the_standard_output_is_refused_where_it_is_a_pipe() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from errbar.atomic import write_file; write_file('/dev/stdout', b'new')"],
+        [sys.executable, "-c", "from errbar._base.atomic import write_file; write_file('/dev/stdout', b'new')"],
         capture_output=True,
         text=True,
         check=False,

@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 import errbar
 import make_format_files
-from errbar import cli, files
+from errbar._files import container
+from errbar.cli import main
 from mutations import sealed
 
 FLOAT64 = torch.float64
@@ -201,7 +202,7 @@ def test_a_file_is_plain_safetensors_without_training_data(name: str, tmp_path: 
     with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
         arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         assert file.metadata()["kind"] == "posterior"
-    read = files.read(path).tensors
+    read = container.read(path).tensors
     assert set(read) == set(arrays)
     assert all(torch.equal(read[key], arrays[key]) for key in arrays)
     content = path.read_bytes()
@@ -246,7 +247,7 @@ def test_the_model_is_looked_at_by_its_weights_wherever_it_is_wrapped(tmp_path: 
 
 
 @pytest.mark.parametrize("name", make_format_files.OPTIONS)
-@pytest.mark.parametrize("number", range(1, files.FORMAT + 1))
+@pytest.mark.parametrize("number", range(1, container.FORMAT + 1))
 def test_files_of_every_format_keep_loading(name: str, number: int) -> None:
     path = make_format_files.FOLDER / f"format-{number}-{name}.safetensors"
     assert path.stat().st_size < 20_000
@@ -567,14 +568,14 @@ def test_the_commands_info_and_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_format_files.FOLDER / "format-1-dense.safetensors"
-    result = CliRunner().invoke(cli.application(), ["info", str(path)])
+    result = CliRunner().invoke(main.application(), ["info", str(path)])
     assert result.exit_code == 0
     assert "kind              posterior\n" in result.output
     assert "classes           yes, no\n" in result.output
     assert "parameters        0.weight, 0.bias, 2.weight, 2.bias\n" in result.output
-    result = CliRunner().invoke(cli.application(), ["verify", str(path), "make_format_files:model"])
+    result = CliRunner().invoke(main.application(), ["verify", str(path), "make_format_files:model"])
     assert result.output.endswith(f"{path} is whole, and about the weights of make_format_files:model.\n")
-    assert CliRunner().invoke(cli.application(), ["verify", str(path)]).output.endswith("is whole.\n")
+    assert CliRunner().invoke(main.application(), ["verify", str(path)]).output.endswith("is whole.\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "others.py").write_text("from torch import nn\nnetwork = nn.Linear(2, 2)\n")
     for arguments, message in (
@@ -585,5 +586,5 @@ def test_the_commands_info_and_verify(
         (["info", str(tmp_path / "missing")], "No such file"),
     ):
         with pytest.raises(SystemExit, match=r"^1$"):
-            cli.main(arguments)
+            main.main(arguments)
         assert message in capsys.readouterr().err

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import lowrank
-from errbar.checks import Checks
-from errbar.data import Batch
-from errbar.derivative import Derivative
+from errbar._base.checks import Checks
+from errbar._base.execution import plain_execution
+from errbar._curvature import lowrank
+from errbar._curvature.fisher import fisher_matrix
+from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, fisher_columns
+from errbar._curvature.sketch import FrequentDirections, shrunk_directions, without_rounding
+from errbar._derivative.route import Derivative
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
 from errbar.errors import ArgumentError, CovarianceError, ForgetError, ModelError, SizeError
-from errbar.fisher import fisher_matrix
-from errbar.layers import Selection
-from errbar.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, fisher_columns
-from errbar.modes import plain_execution
-from errbar.network import Network
-from errbar.sketch import FrequentDirections, shrunk_directions, without_rounding
 
 CPU = torch.device("cpu")
 
@@ -411,7 +411,7 @@ def test_ranks_that_are_no_number_of_rows_are_refused(rank: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("errbar.memory.available_bytes", lambda device: 10**6)
+    monkeypatch.setattr("errbar._base.memory.available_bytes", lambda device: 10**6)
     model = torch.nn.Linear(100, 10)
     with pytest.raises(SizeError, match=r"structure='lowrank' of 1,010 parameters needs .* MiB on cpu"):
         errbar.fit(model, [torch.zeros(2, 100)], last_layers=1, structure="lowrank")

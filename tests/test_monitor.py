@@ -16,8 +16,9 @@ from scipy import integrate, special, stats
 from torch import Tensor, nn
 
 import errbar
-from errbar.agreement import Tally, stitched_boundary
-from errbar.bets import (
+from errbar._distributions.prediction import GivenSampler
+from errbar._monitor.label_statistics import Tally, stitched_boundary
+from errbar._monitor.martingales import (
     SCORE_CELLS,
     Evidence,
     RankTest,
@@ -27,7 +28,6 @@ from errbar.bets import (
     score_cells,
 )
 from errbar.experiments.views import rotated
-from errbar.prediction import GivenSampler
 
 CLASSES = 4
 INPUT_TESTS = ("mutual_information", "entropy", "classes")

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import errbar
-from errbar.capture import UnlikeFirstBatchError
-from errbar.data import to_batch
-from errbar.layers import select
-from errbar.layerwise import LayerwiseRoute
-from errbar.network import Network
-from errbar.norms import norm_layers
+from errbar._derivative.layerwise import LayerwiseRoute
+from errbar._derivative.norms import norm_layers
+from errbar._derivative.trace import UnlikeFirstBatchError
+from errbar._model.batch import to_batch
+from errbar._model.network import Network
+from errbar._model.selection import select
 
 FLOAT64 = torch.float64
 
@@ -102,8 +102,8 @@ def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("a generic Jacobian was formed")
 
-    monkeypatch.setattr("errbar.layerwise.jacobians", forbidden)
-    monkeypatch.setattr("errbar.derivative.jacobians", forbidden)
+    monkeypatch.setattr("errbar._derivative.layerwise.jacobians", forbidden)
+    monkeypatch.setattr("errbar._derivative.route.jacobians", forbidden)
 
 
 def by_autograd(model: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import _linalg
-from errbar.costs import cost
-from errbar.data import Batch
+from errbar._base import linalg
+from errbar._base.memory import available_bytes
+from errbar._derivative.inspection import inspect
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+from errbar._planning.costs import cost
+from errbar._planning.layout import survey
+from errbar._planning.workload import Term, Workload
 from errbar.experiments.resnet import cifar_resnet
-from errbar.inspection import inspect
-from errbar.layers import Selection
-from errbar.memory import available_bytes
-from errbar.network import Network
-from errbar.survey import survey
-from errbar.workload import Term, Workload
 
 ROOT = Path(__file__).parent.parent
 STRUCTURES = ("dense", "block", "kron", "lowrank", "diag")
@@ -40,9 +40,9 @@ def head(*widths: int) -> nn.Sequential:
 
 def only(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Let the machine have so many bytes."""
-    monkeypatch.setattr("errbar.memory.available_bytes", lambda device: size)
-    monkeypatch.setattr("errbar.structure_choice.available_bytes", lambda device: size)
-    monkeypatch.setattr("errbar.structures.available_bytes", lambda device: size)
+    monkeypatch.setattr("errbar._base.memory.available_bytes", lambda device: size)
+    monkeypatch.setattr("errbar._planning.choice.available_bytes", lambda device: size)
+    monkeypatch.setattr("errbar._posterior.differentiate.available_bytes", lambda device: size)
 
 
 def tempered() -> nn.Module:
@@ -294,7 +294,7 @@ def test_a_norm_among_the_layers_takes_jacobians() -> None:
 )
 @pytest.mark.parametrize("fisher", ["ggn", "eta"])
 def test_the_plan_sees_the_route_that_the_fit_takes(model: nn.Module, fisher: str) -> None:
-    from errbar.structures import ByDerivative
+    from errbar._posterior.differentiate import ByDerivative
 
     x = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     for layers in (1, 2):
@@ -309,16 +309,16 @@ def test_the_plan_sees_the_route_that_the_fit_takes(model: nn.Module, fisher: st
 def test_a_cholesky_factor_in_place_is_the_same_and_says_when_there_is_none() -> None:
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(3, 7, 9, generator=generator, dtype=torch.float64)
-    matrices = _linalg.symmetric(half @ half.mT)
-    expected, jitter = _linalg.safe_cholesky(matrices, name="It", limit=0.0)
+    matrices = linalg.symmetric(half @ half.mT)
+    expected, jitter = linalg.safe_cholesky(matrices, name="It", limit=0.0)
     assert jitter == 0
     given = matrices.clone().mT
-    made = _linalg.cholesky_in_place(given)
+    made = linalg.cholesky_in_place(given)
     assert made is not None
     assert made.data_ptr() == given.data_ptr()
     assert torch.equal(made, expected)
     matrices[1, 0, 0] = -1
-    assert _linalg.cholesky_in_place(matrices.clone().mT) is None
+    assert linalg.cholesky_in_place(matrices.clone().mT) is None
 
 
 # -------------------------------------------------------------------------------- against what is true

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import prior_choice
+from errbar._operations import choose_prior
 
 STRUCTURES = ["dense", "block", "kron", "diag", "lowrank"]
 CANDIDATES = (0.03, 0.3, 3.0, 30.0, 300.0)
@@ -130,9 +130,9 @@ def test_a_fine_grid_finds_nothing_better_for_any_layer() -> None:
 def test_refining_takes_few_factorisations(monkeypatch: pytest.MonkeyPatch) -> None:
     information, _, _ = collected()
     calls = []
-    monkeypatch.setattr(prior_choice, "condition", lambda *args: calls.append(args) or errbar.condition(*args))
+    monkeypatch.setattr(choose_prior, "condition", lambda *args: calls.append(args) or errbar.condition(*args))
     errbar.choose_prior(information)
-    assert len(prior_choice.PRECISIONS) < len(calls) <= len(prior_choice.PRECISIONS) + 5
+    assert len(choose_prior.PRECISIONS) < len(calls) <= len(choose_prior.PRECISIONS) + 5
 
 
 def test_labels_whose_probability_underflows_still_tell_priors_apart() -> None:

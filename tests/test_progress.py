@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from errbar import _progress
-from errbar._progress import track
+from errbar._base import progress
+from errbar._base.progress import track
 
 
 class Stream(io.StringIO):
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(_progress, "time", made)
+    monkeypatch.setattr(progress, "time", made)
     return made
 
 

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import errbar
 import ranks_worker
-from errbar.ranks import Team, team_of
-from errbar.reduction import triangle_summed
-from errbar.shards import opened
+from errbar._distributed.reduce import triangle_summed
+from errbar._distributed.shards import opened
+from errbar._distributed.team import Team, team_of
 
 # A job of one takes the same way as no job.
 WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, 3]
@@ -358,7 +358,7 @@ def test_the_triangle_of_a_symmetric_matrix_is_enough(size: int, monkeypatch: py
             Twice.sent += values.numel()
             return 2 * values
 
-    monkeypatch.setattr("errbar.reduction._STRIP_BYTES", 8 * size)
+    monkeypatch.setattr("errbar._distributed.reduce._STRIP_BYTES", 8 * size)
     matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix = matrix + matrix.T
     made = triangle_summed(matrix, Twice())

@@ -25,8 +25,8 @@ import sys
 import torch
 from torch import distributed as dist
 import errbar, ranks_worker
-from errbar.ranks import Team, job_of_torchrun
-from errbar.reduction import reduced
+from errbar._distributed.team import Team, job_of_torchrun
+from errbar._distributed.reduce import reduced
 
 device, output, *structures = sys.argv[1:]
 carrier = torch.device(device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import errbar
 from errbar import metrics, report
-from errbar.data import Batch
+from errbar._model.batch import Batch
 from errbar.errors import ArgumentError, DataError, LabelError, MismatchError
 from errbar.report import assessing, checking, scoring, verdict
 from errbar.report.axes import Scale

@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from errbar import metrics
-from errbar.cli import application
+from errbar.cli.main import application
 from errbar.errors import ArgumentError
 from errbar.experiments import evaluation, problems, reproduce, runs, shifts, store, tables
 from errbar.experiments.methods import Method, Outcome

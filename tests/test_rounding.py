@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import _linalg
-from errbar.dense import DenseSum
+from errbar._base import linalg
+from errbar._curvature.dense import DenseSum
 
 
 def alike(count: int, *, features: int = 10) -> Tensor:
@@ -53,7 +53,7 @@ def test_the_rounding_that_is_announced_is_that_of_the_sums() -> None:
     exact = errbar.collect(model, alike(40_000, features=5).split(4096), last_layers=2, precision="float64")
     assert isinstance(information.total, DenseSum)
     assert information.total.error is not None
-    truth = (information.dense() - 1.5 * exact.dense()) @ _linalg.signs(75, torch.device("cpu"))
+    truth = (information.dense() - 1.5 * exact.dense()) @ linalg.signs(75, torch.device("cpu"))
     torch.testing.assert_close(information.total.error, truth, rtol=1e-3, atol=1e-3 * float(truth.abs().max()))
 
 

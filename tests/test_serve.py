@@ -22,8 +22,8 @@ from errbar.serve import schemas
 from errbar.serve.batching import Batcher
 from errbar.serve.limits import Limits, Refusal
 from errbar.serve.pictures import PictureRule, rule_for
-from errbar.serve.record import Log
-from errbar.serve.served import Service, served
+from errbar.serve.service import Service, served
+from errbar.serve.telemetry import Log
 from serving import CLASSES, Running, member, posterior, service
 
 X = serving.data()[0]

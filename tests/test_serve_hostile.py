@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from errbar.serve import answers
+from errbar.serve import compute
 from errbar.serve.limits import Limits
 from serving import Running, answered, member, posterior, service
 
@@ -335,13 +335,13 @@ def test_on_loopback_its_own_names_are_taken(running: Running, host: str) -> Non
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Computation waits for this event."""
     opened = threading.Event()
-    plain = answers.predict_together
+    plain = compute.predict_together
 
     def waiting(works: Any) -> Any:
         assert opened.wait(20)
         return plain(works)
 
-    monkeypatch.setattr(answers, "predict_together", waiting)
+    monkeypatch.setattr(compute, "predict_together", waiting)
     yield opened
     opened.set()
 
@@ -414,7 +414,7 @@ def test_something_unforeseen_is_a_500_without_details(monkeypatch: pytest.Monke
     def broken(works: Any) -> Any:
         raise RuntimeError("private-words")
 
-    monkeypatch.setattr(answers, "predict_together", broken)
+    monkeypatch.setattr(compute, "predict_together", broken)
     with service(member()) as running:
         response = running.ask("/v1/predict", GOOD)
         assert response.status_code == 500

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import errbar
-from errbar import bands
-from errbar.data import batches
-from errbar.derivative import Route
-from errbar.information import Information, accumulate
-from errbar.layerwise import LayerwiseRoute
-from errbar.logits import DiagonalLogitGaussian
-from errbar.per_class import PerClassSum
+from errbar._curvature import banded
+from errbar._curvature.per_class import PerClassSum
+from errbar._derivative.layerwise import LayerwiseRoute
+from errbar._derivative.route import Route
+from errbar._distributions.logits import DiagonalLogitGaussian
+from errbar._model.batch import batches
+from errbar._posterior.information import Information, accumulate
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -123,7 +123,7 @@ def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("a generic Jacobian was formed")
 
-    monkeypatch.setattr("errbar.layerwise.jacobians", forbidden)
+    monkeypatch.setattr("errbar._derivative.layerwise.jacobians", forbidden)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,14 +161,14 @@ def test_many_inputs_and_few_outputs_make_no_product_rows(monkeypatch: pytest.Mo
     def forbidden(*_: object) -> None:
         raise AssertionError("rows h_a h_b were formed")
 
-    monkeypatch.setattr("errbar.packed.product_rows", forbidden)
+    monkeypatch.setattr("errbar._curvature.packed.product_rows", forbidden)
     posterior = errbar.fit(seeded(wide), [draw(9, 5)], last_layers=1, prior=errbar.Prior(2.0))
     posterior.predict(draw(4, 5, seed=2))
 
 
 def test_bands_are_the_packed_triangle_in_another_order() -> None:
     packed_rows = draw(70 * 71 // 2, 4)
-    assert torch.equal(bands.to_packed(bands.from_packed(packed_rows, 70)), packed_rows)
+    assert torch.equal(banded.to_packed(banded.from_packed(packed_rows, 70)), packed_rows)
 
 
 def test_many_tokens_take_the_summed_gradient() -> None:

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar import _linalg
-from errbar.block import BlockAccumulator, blocks
-from errbar.data import Batch, to_batch
-from errbar.dense import DenseAccumulator
-from errbar.derivative import Derivative, Route, differentiate
-from errbar.diagonal import DiagonalAccumulator, safe_precision
-from errbar.factored import FactoredLogitGaussian
-from errbar.information import product_dtype
-from errbar.inspection import inspect
-from errbar.jacobian import jacobians
-from errbar.kronecker import KroneckerAccumulator, KroneckerSum
-from errbar.layers import Selection
-from errbar.layers import select as select_parameters
-from errbar.layerwise import LayerwiseDerivative, LayerwiseRoute
-from errbar.logits import DiagonalLogitGaussian, JointLogits
-from errbar.modes import plain_execution
-from errbar.network import Network
+from errbar._base import linalg
+from errbar._base.execution import plain_execution
+from errbar._curvature.block import BlockAccumulator, blocks
+from errbar._curvature.dense import DenseAccumulator
+from errbar._curvature.diagonal import DiagonalAccumulator, safe_precision
+from errbar._curvature.kronecker import KroneckerAccumulator, KroneckerSum
+from errbar._derivative.full import jacobians
+from errbar._derivative.inspection import inspect
+from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
+from errbar._derivative.route import Derivative, Route, differentiate
+from errbar._distributions.factored import FactoredLogitGaussian
+from errbar._distributions.logits import DiagonalLogitGaussian, JointLogits
+from errbar._model.batch import Batch, to_batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+from errbar._model.selection import select as select_parameters
+from errbar._posterior.information import product_dtype
 
 STRUCTURES = ["dense", "block", "diag", "kron"]
 FLOAT64 = torch.float64
@@ -245,7 +245,7 @@ def test_everything_after_the_information_is_exact(structure: str, case: str) ->
     close(gaussian.covariance, J @ P @ J.mT)
     close(gaussian.variance, (J @ P @ J.mT).diagonal(dim1=1, dim2=2))
     between = torch.einsum("imk,kl,jnl->imjn", J, P, J)
-    root = _linalg.root_of_sum(factor.joint_halves(derivative, _linalg.class_rotation(mean.shape[1], mean.device)))
+    root = linalg.root_of_sum(factor.joint_halves(derivative, linalg.class_rotation(mean.shape[1], mean.device)))
     assert root.shape[1] <= root.shape[0]
     close(JointLogits.from_root(mean, root, 0.0).covariance, between)
     if structure in ("kron", "diag"):
@@ -435,8 +435,8 @@ def test_small_parts_of_a_batch_give_what_the_whole_gives(monkeypatch: pytest.Mo
     run = Run.of("kron", seeded(make), x, **select)
     total, (_, derivative) = run.total(x), run.linearised(x)
     covariance = total.condition(run.prior(), 1e-12).gaussian(draw(5, 3), derivative).covariance
-    monkeypatch.setattr("errbar.layerwise.part_bytes", lambda kind: 1)
-    monkeypatch.setattr("errbar.shared.JACOBIAN_BYTES", {"cpu": 1})
+    monkeypatch.setattr("errbar._derivative.layerwise.part_bytes", lambda kind: 1)
+    monkeypatch.setattr("errbar._derivative.shared.JACOBIAN_BYTES", {"cpu": 1})
     assert len(run._chunks(x)) == 5
     parts = run.total(x)
     close(parts.dense(), total.dense(), 1e-12)
@@ -502,7 +502,7 @@ def no_class_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiagonalLogitGaussian, "covariance", property(forbidden))
     monkeypatch.setattr(FactoredLogitGaussian, "covariance", property(forbidden))
     monkeypatch.setattr(FactoredLogitGaussian, "sampling_root", forbidden)
-    monkeypatch.setattr("errbar.shared.torch.diag_embed", forbidden)
+    monkeypatch.setattr("errbar._derivative.shared.torch.diag_embed", forbidden)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])

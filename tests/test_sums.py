@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import errbar
 import oracle
-from errbar.factored import FactoredLogitGaussian
-from errbar.logits import DiagonalLogitGaussian, LogitGaussian
-from errbar.prediction import GaussianSampler, GivenSampler
+from errbar._distributions.factored import FactoredLogitGaussian
+from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
+from errbar._distributions.prediction import GaussianSampler, GivenSampler
 
 FORMS = ["full", "diagonal", "factored"]
 

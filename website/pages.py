@@ -135,13 +135,13 @@ class Runner:
 
 def _errbar(arguments: list[str]) -> str:
     """`errbar` with these arguments in this process; progress and notices, which go to standard error, are dropped."""
-    from errbar import cli
+    from errbar.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     code: Any = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main(arguments)
+            main.main(arguments)
         except SystemExit as left:
             code = left.code
     if code not in (0, None):

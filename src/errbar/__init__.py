@@ -11,9 +11,20 @@ from importlib.util import find_spec as _find_spec
 from types import ModuleType as _ModuleType
 
 from errbar import metrics
-from errbar.bets import Alarm
-from errbar.calibration import calibrate
-from errbar.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
+from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar._distributions.prediction import Prediction
+from errbar._files.load import FileDescription, info, load, merge, verify
+from errbar._monitor.martingales import Alarm
+from errbar._monitor.monitor import Monitor
+from errbar._operations.calibrate import calibrate
+from errbar._operations.choose_prior import choose_prior
+from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
+from errbar._operations.fusion import fuse, fuse_frames
+from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
+from errbar._planning.plan import Option, Plan, plan
+from errbar._posterior.information import Information, collect
+from errbar._posterior.posterior import Posterior, condition, fit
+from errbar._posterior.prior import Prior
 from errbar.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -36,17 +47,6 @@ from errbar.errors import (
     StructureNotice,
     WeightsChangedError,
 )
-from errbar.fusion import fuse, fuse_frames
-from errbar.information import Information, collect
-from errbar.logits import JointLogits, LogitGaussian
-from errbar.monitor import Monitor
-from errbar.outliers import OutlierScores, outlier_scores, rank_outliers
-from errbar.planner import Option, Plan, plan
-from errbar.posterior import Posterior, condition, fit
-from errbar.prediction import Prediction
-from errbar.prior import Prior
-from errbar.prior_choice import choose_prior
-from errbar.storage import FileDescription, info, load, merge, verify
 from errbar.version import __version__
 
 __all__ = [

@@ -1,6 +1,6 @@
 """`python -m errbar` is `errbar`."""
 
-from errbar.cli import main
+from errbar.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -19,13 +19,13 @@ from torch.utils.data import TensorDataset
 
 import errbar
 from errbar import metrics, plots
-from errbar._progress import track
-from errbar.curves import write_figure
+from errbar._base.progress import track
 from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
 from errbar.experiments.evaluation import contrasting
 from errbar.experiments.networks import paper_network
 from errbar.experiments.training import seeded, train
+from errbar.plots.curves import write_figure
 
 try:
     from rich import box

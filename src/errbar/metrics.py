@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from errbar.checks import whole_number
-from errbar.data import checked_labels
-from errbar.ece_limits import ece_limits
+from errbar._base.checks import whole_number
+from errbar._base.ece_limits import ece_limits
+from errbar._model.batch import checked_labels
 from errbar.errors import ArgumentError, DataError, LabelError
 
 
@@ -86,7 +86,7 @@ def ece_interval(
 ) -> tuple[float, float]:
     """An interval that holds the ECE of all inputs there could be, Σ_j w_j |acc_j − conf_j| in the same bins.
 
-    By test inversion with binomial bins (`errbar.ece_limits` has the rules): a value is inside if an ECE like that of
+    By test inversion with binomial bins (`_base.ece_limits` has the rules): a value is inside if an ECE like that of
     these data is not a surprise where it is true, by `resamples` sets of labels drawn under it. The ECE itself is above
     what it estimates, by about the noise of its bins; so the interval reaches further down than up, and begins at 0
     where the labels could come from the PMF. Its coverage by simulation is in `docs/results.md`.

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import errbar
-from errbar.data import Batch
+from errbar._distributions.prediction import require_samples
+from errbar._model.batch import Batch
+from errbar._model.network import as_logits, run
 from errbar.errors import ArgumentError, DataError, LabelError, MissingExtraError, ModelError, how_to_install
-from errbar.network import as_logits, run
-from errbar.prediction import require_samples
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin

@@ -20,7 +20,7 @@ from torch import Tensor
 import errbar
 import serving
 from errbar.serve.digits import digits
-from errbar.serve.served import Served, served
+from errbar.serve.service import Served, served
 from serving import Running, member, service
 
 pytestmark = pytest.mark.browser

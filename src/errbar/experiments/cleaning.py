@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from errbar._distributions.prediction import require_seed
+from errbar._operations.outliers import outlier_scores
+from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, DataError
 from errbar.experiments.sequences import mean_logits
-from errbar.outliers import outlier_scores
-from errbar.posterior import Posterior
-from errbar.prediction import require_seed
 
 CLEAN, WRONG_LABEL, FOREIGN = 0, 1, 2
 SHARES = (0.01, 0.02, 0.03, 0.05)

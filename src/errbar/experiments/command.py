@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Printed
 
-from errbar.atomic import write_file
+from errbar._base.atomic import write_file
 from errbar.experiments import figures, tables
 from errbar.experiments.pretrained import DEPTHS, pretrained
 from errbar.experiments.reproduce import reproduce

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import errbar
-from errbar._progress import track
+from errbar._base.progress import track
 from errbar.experiments.training import seeded
 
 # PMF, its standard deviation, shares covered by level, distance to the optimum, T, T_c, whether at the bound of one.

@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar._progress import track
+from errbar._base.progress import track
+from errbar._distributions.logits import LogitGaussian
 from errbar.experiments.methods import Method
 from errbar.experiments.problem import Problem
 from errbar.experiments.shifts import Shift
-from errbar.logits import LogitGaussian
 
 # Two-sided 95 % quantiles of Student's t with 1, 2, … degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

@@ -18,11 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar import LogitGaussian, plots
-from errbar.curves import DASHED, DASHES, SMALL, TEXT, key_below, key_height, new_figure, plain, write_figure
 from errbar.errors import DataError
 from errbar.experiments import figure_values as values
 from errbar.experiments.figure_values import Result
 from errbar.plots import BLUE, GREY, INK, ORANGE, VERMILION, Style
+from errbar.plots.curves import DASHED, DASHES, SMALL, TEXT, key_below, key_height, new_figure, plain, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

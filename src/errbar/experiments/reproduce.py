@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import errbar
 from errbar import metrics
-from errbar._progress import track
+from errbar._base.progress import track
 from errbar.experiments import cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched

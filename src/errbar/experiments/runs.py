@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import errbar
-from errbar.atomic import write_file
+from errbar._base.atomic import write_file
 from errbar.errors import ArgumentError
 from errbar.experiments.problem import Problem
 

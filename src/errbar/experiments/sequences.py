@@ -26,14 +26,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar._progress import track
-from errbar.checks import Checks
-from errbar.data import input_batch
+from errbar._base.checks import Checks
+from errbar._base.execution import plain_execution
+from errbar._base.progress import track
+from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar._model.batch import input_batch
+from errbar._operations.fusion import fuse, fuse_frames
+from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, DataError
-from errbar.fusion import fuse, fuse_frames
-from errbar.logits import JointLogits, LogitGaussian
-from errbar.modes import plain_execution
-from errbar.posterior import Posterior
 
 Prepare = Callable[[Tensor], Tensor]
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from errbar.atomic import write_file
+from errbar._base.atomic import write_file
 
 
 def kept(

@@ -17,7 +17,7 @@ from torch import nn
 
 import errbar
 from errbar import metrics
-from errbar._progress import track
+from errbar._base.progress import track
 from errbar.experiments.methods import batched, calibrated, of_posterior
 from errbar.experiments.problem import Problem
 from errbar.experiments.runs import Parts

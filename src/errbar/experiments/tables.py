@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from errbar.atomic import write_file
+from errbar._base.atomic import write_file
 from errbar.errors import ArgumentError
 from errbar.experiments.evaluation import paired
 

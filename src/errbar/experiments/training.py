@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from errbar._progress import track
+from errbar._base.progress import track
 from errbar.errors import DataError
 
 Model = TypeVar("Model", bound=nn.Module)

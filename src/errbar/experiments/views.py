@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
+from errbar._distributions.prediction import require_seed
 from errbar.errors import ArgumentError, DataError
-from errbar.prediction import require_seed
 
 # Pictures moved at a time: enough for efficient resampling, small beside any network.
 _BLOCK = 1024

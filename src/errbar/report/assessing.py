@@ -9,10 +9,10 @@ from typing import Any
 import numpy
 import torch
 
-from errbar._progress import track
-from errbar.data import Unpack, batches, count_batches
+from errbar._base.progress import track
+from errbar._model.batch import Unpack, batches, count_batches
+from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, ErrbarError
-from errbar.posterior import Posterior, require_posterior
 from errbar.report import checking, scoring
 from errbar.report.examples import examples
 from errbar.report.numbers import count

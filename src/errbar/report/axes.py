@@ -2,7 +2,7 @@
 
 Charts are drawn by hand and not by matplotlib, so that their texts are texts, their colours follow the page into the
 dark and into print, and a page has tens of kilobytes. Colours are names of CSS classes (`blue`, `vermilion`, …), which
-the page ties to those of `errbar.curves`. Coordinates are CSS pixels, y downwards.
+the page ties to those of `plots.curves`. Coordinates are CSS pixels, y downwards.
 """
 
 from __future__ import annotations

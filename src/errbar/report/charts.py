@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from errbar.curves import DASHES
+from errbar.plots.curves import DASHES
 from errbar.report.axes import Frame, Scale, chart, frame, italic, label, polyline, segment
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant
@@ -17,7 +17,7 @@ from errbar.report.wording import prose
 _SIZE = (320.0, 230.0)
 _SQUARE = (236.0, 262.0)
 _WIDE = (420.0, 250.0)
-# By position, as `errbar.curves.styles` gives them to methods.
+# By position, as `errbar.plots.curves.styles` gives them to methods.
 LINES = ("ink", "orange", "green", "purple")
 DASH = tuple("" if isinstance(dash, str) else " ".join(f"{part:g}" for part in dash[1]) for dash in DASHES)
 _LEAST_CERTAIN = 20

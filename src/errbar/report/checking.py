@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar import metrics
-from errbar.data import Batch, joined
+from errbar._model.batch import Batch, joined
+from errbar._posterior.posterior import Posterior
 from errbar.errors import DataError
-from errbar.posterior import Posterior
 from errbar.report.resampling import area
 from errbar.report.values import Curve, Estimate, Linearisation, OutlierRow, Outliers
 

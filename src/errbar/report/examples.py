@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from errbar.plots import plane_of
-from errbar.prediction import Prediction
+from errbar._distributions.prediction import Prediction
+from errbar.plots.single import plane_of
 from errbar.report.observing import Leader
 from errbar.report.pictures import numbers_of, picture_of
 from errbar.report.values import Bar, Ellipse, Example

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from errbar.data import Batch, checked_labels
+from errbar._distributions.logits import LogitGaussian
+from errbar._distributions.prediction import Prediction
+from errbar._model.batch import Batch, checked_labels
+from errbar._posterior.posterior import Posterior
 from errbar.errors import DataError
-from errbar.logits import LogitGaussian
-from errbar.posterior import Posterior
-from errbar.prediction import Prediction
 
 Kept = TypeVar("Kept")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from importlib import resources
 
-from errbar import curves
-from errbar.atomic import require_writable_folder, write_file
+from errbar._base.atomic import require_writable_folder, write_file
+from errbar.plots import curves
 from errbar.report import charts
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant

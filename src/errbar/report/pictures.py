@@ -10,7 +10,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from errbar.data import Batch
+from errbar._model.batch import Batch
 from errbar.errors import ArgumentError, MismatchError
 from errbar.report.values import Picture
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar.logits import LogitGaussian
+from errbar._distributions.logits import LogitGaussian
 from errbar.report.observing import AFTER, BEFORE, NETWORK, Observation
 from errbar.report.resampling import means, share
 from errbar.report.values import Bin, ClassRow, Curve, Estimate, Histogram, ScaleCurves, ScaleEffect, Variant

@@ -26,12 +26,12 @@ from torch import Tensor
 import errbar
 from errbar.errors import ArgumentError, DataError, ErrbarError, MismatchError, WeightsChangedError
 from errbar.serve import schemas
-from errbar.serve.answers import Answer, FuseFrames, FuseGaussians, FusePosteriors, Options, Predict, Work, compute
 from errbar.serve.batching import Batcher
+from errbar.serve.compute import Answer, FuseFrames, FuseGaussians, FusePosteriors, Options, Predict, Work, compute
 from errbar.serve.guard import KINDS, Guard
 from errbar.serve.limits import LARGEST, Limits, Refusal, busy
-from errbar.serve.record import Log, Metrics, Record
-from errbar.serve.served import Served, Service
+from errbar.serve.service import Served, Service
+from errbar.serve.telemetry import Log, Metrics, Record
 
 PAGE = Path(__file__).parent / "page"
 _DECODERS = 2

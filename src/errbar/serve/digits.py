@@ -11,9 +11,9 @@ from torch import Tensor
 
 import errbar
 from errbar import demo
-from errbar._progress import track
+from errbar._base.progress import track
 from errbar.serve.pictures import PictureRule
-from errbar.serve.served import Served, reference_scores
+from errbar.serve.service import Served, reference_scores
 
 # What the demo chooses on the validation digits: the prior among three, T and T_c by `calibrate`. Kept here because the
 # search takes as long as all the rest; a slow test does it again.

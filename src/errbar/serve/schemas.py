@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 from typing_extensions import TypeAliasType
 
 from errbar.serve.limits import Limits
-from errbar.serve.served import Service
+from errbar.serve.service import Service
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 # FailFast: of a million wrong values the first is enough. It cannot stand in a union, so the parts have names.

@@ -18,7 +18,7 @@ from errbar.errors import ArgumentError
 from errbar.serve.connection import protocol_for
 from errbar.serve.guard import LOOPBACK
 from errbar.serve.limits import Limits
-from errbar.serve.record import Log, LogHandler
+from errbar.serve.telemetry import Log, LogHandler
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The structures of the information: sums that add up, factors that predict."""

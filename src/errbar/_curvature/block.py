@@ -1,0 +1,177 @@
+"""Exact within each layer, nothing between layers (sec:high-level).
+
+The information matrix of the layers together is cut to its diagonal blocks, one for each module that owns parameters;
+each block is what `_curvature.dense` makes of that module alone. P is then block-diagonal too, and P^g = Σ_l J_l P_l J_lᵀ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._base.memory import require_memory
+from errbar._curvature.dense import DenseAccumulator, DenseFactor, DenseSum
+from errbar._curvature.fisher import Fisher
+from errbar._derivative.route import Derivative
+from errbar._derivative.shared import Part
+from errbar._derivative.trace import LinearLayer
+from errbar._distributions.logits import LogitGaussian
+from errbar._model.selection import Selection, owner
+
+
+@dataclass(frozen=True)
+class Block:
+    """The selected parameters of one module."""
+
+    name: str
+    part: Part
+
+    def rebased(self, layer: LinearLayer) -> LinearLayer:
+        """The layer with its positions counted from the start of the block."""
+        weight, bias = layer.weight_start, layer.bias_start
+        return replace(
+            layer,
+            weight_start=None if weight is None else self.part.index(weight),
+            bias_start=None if bias is None else self.part.index(bias),
+        )
+
+    def restricted(self, derivative: Derivative) -> Derivative:
+        """The derivative by the parameters of this block alone."""
+        n, classes = len(self.part), derivative.n_classes
+        if derivative.factors is None:
+            return Derivative(n, classes, None, self.part.take(derivative.jacobian()))
+        own = [factor for factor in derivative.factors if factor.layer.name == self.name]
+        factors = tuple(replace(factor, layer=self.rebased(factor.layer)) for factor in own)
+        return Derivative(n, classes, factors, None)
+
+
+def blocks(selection: Selection) -> tuple[Block, ...]:
+    """One block for each module; a parametrisation (weight norm) belongs to the module that it parametrises."""
+    owners: dict[str, list[str]] = {}
+    for name in selection.names:
+        owners.setdefault(owner(name), []).append(name)
+    return tuple(Block(module, Part.of(selection, names)) for module, names in owners.items())
+
+
+def _assembled(parts: Iterator[tuple[Block, Float[Tensor, "k k"]]], n: int, device: torch.device) -> Tensor:
+    """The blocks as one matrix; refused where that cannot be held."""
+    require_memory(8 * n * n, device, what=f"The full {n:,} × {n:,} matrix", instead="Use logits and predict.")
+    whole = torch.zeros(n, n, dtype=torch.float64, device=device)
+    for block, matrix in parts:
+        positions = block.part.positions(device)
+        whole[positions[:, None], positions[None, :]] = matrix
+    return whole
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSum:
+    """Σ_n J_lᵀ Λ J_l for each block l, in float64; additive."""
+
+    blocks: tuple[Block, ...]
+    totals: tuple[DenseSum, ...]
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(len(block.part) for block in self.blocks)
+
+    @property
+    def device(self) -> torch.device:
+        return self.totals[0].device
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        matrices = (total.matrix for total in self.totals)
+        return _assembled(zip(self.blocks, matrices, strict=True), self.n_parameters, self.device)
+
+    def __add__(self, other: BlockSum) -> BlockSum:
+        return BlockSum(self.blocks, tuple(a + b for a, b in zip(self.totals, other.totals, strict=True)))
+
+    def __sub__(self, other: BlockSum) -> BlockSum:
+        return BlockSum(self.blocks, tuple(a - b for a, b in zip(self.totals, other.totals, strict=True)))
+
+    def __mul__(self, factor: float) -> BlockSum:
+        return BlockSum(self.blocks, tuple(total * factor for total in self.totals))
+
+    def to(self, device: torch.device) -> BlockSum:
+        return BlockSum(self.blocks, tuple(total.to(device) for total in self.totals))
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
+        return max(total.tolerance(dtype) for total in self.totals)
+
+    def is_possible(self, tolerance: float) -> bool:
+        """Whether no eigenvalue is below −tolerance."""
+        return all(total.is_possible(tolerance) for total in self.totals)
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> BlockFactor:
+        factors = [
+            total.condition(block.part.take(prior_precision), limit)
+            for block, total in zip(self.blocks, self.totals, strict=True)
+        ]
+        return BlockFactor(self.blocks, tuple(factors))
+
+
+class BlockAccumulator:
+    """Adds up batches; private to one pass over the data."""
+
+    def __init__(self, selection: Selection, fisher: Fisher, dtype: torch.dtype, device: torch.device) -> None:
+        self.blocks = blocks(selection)
+        self.parts = [DenseAccumulator(len(block.part), fisher, dtype, device) for block in self.blocks]
+
+    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+        for block, part in zip(self.blocks, self.parts, strict=True):
+            part.add(logits, block.restricted(derivative))
+
+    def finish(self) -> BlockSum:
+        return BlockSum(self.blocks, tuple(part.finish() for part in self.parts))
+
+
+class BlockFactor:
+    """P_l = (Σ_l + diag λ_l)⁻¹ for each block."""
+
+    def __init__(self, blocks: tuple[Block, ...], factors: tuple[DenseFactor, ...]) -> None:
+        self.blocks = blocks
+        self.factors = factors
+
+    @property
+    def factorisation(self) -> tuple[tuple[Float[Tensor, "_ _"], ...], float]:
+        """The lower Cholesky factors of the precisions, and the largest jitter that one needed."""
+        return tuple(factor.lower for factor in self.factors), max(factor.factorisation[1] for factor in self.factors)
+
+    @property
+    def covariance(self) -> Float[Tensor, "n n"]:
+        matrices = (factor.covariance for factor in self.factors)
+        n = sum(len(block.part) for block in self.blocks)
+        return _assembled(zip(self.blocks, matrices, strict=True), n, self.factors[0].prior_precision.device)
+
+    def can_recurse(self, rows: int) -> bool:
+        """Never: a factorisation of each block is cheap."""
+        return False
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
+        """N(ĝ, P^g), P^g = Σ_l J_l P_l J_lᵀ."""
+        parts = zip(self.blocks, self.factors, strict=True)
+        covariance = sum(factor.gaussian(mean, block.restricted(derivative)).covariance for block, factor in parts)
+        return LogitGaussian.trusted(mean, linalg.symmetric(torch.as_tensor(covariance)))
+
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
+        """W_l of each block, with Σ_l W_l W_lᵀ = QᵀR Q."""
+        for block, factor in zip(self.blocks, self.factors, strict=True):
+            yield from factor.joint_halves(block.restricted(derivative), rotation)
+
+    def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P), in the order of the flat vector."""
+        drawn = torch.empty_like(normal)
+        for block, factor in zip(self.blocks, self.factors, strict=True):
+            drawn[:, block.part.positions(normal.device)] = factor.sample(block.part.take(normal))
+        return drawn
+
+    def log_determinant_of_precision(self) -> float:
+        return sum(factor.log_determinant_of_precision() for factor in self.factors)
+
+    def to(self, device: torch.device) -> BlockFactor:
+        return BlockFactor(self.blocks, tuple(factor.to(device) for factor in self.factors))

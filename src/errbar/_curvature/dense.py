@@ -1,0 +1,427 @@
+"""The exact structure: all of the information matrix, all of the covariance.
+
+`DenseSum` is what the data said, Σ_n J_nᵀ Λ_n J_n; `DenseFactor` is the posterior that it makes with a prior,
+P = (Σ + diag λ)⁻¹, kept as the Cholesky factor of the precision or, after small updates, as P itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._curvature import banded, packed
+from errbar._curvature.fisher import Fisher, fisher_matrix, fisher_root
+from errbar._derivative.route import Derivative
+from errbar._derivative.trace import Factor, LinearLayer
+from errbar._distributions.logits import LogitGaussian
+
+# Two layers, and whether the block is of one term with itself, and so symmetric.
+BlockKey = tuple[LinearLayer, LinearLayer, bool]
+
+# Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
+STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
+# One wide layer alone has large sums and narrow products, and is worth more samples a pass.
+STAGED_SAMPLES_OF_BANDS = {"cpu": 4096, "cuda": 16384}
+STAGED_BYTES = 2**28
+# Rows that are cast to float64 at a time, to check the sums of float32 products.
+_CHECKED_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSum:
+    """Σ_n J_nᵀ Λ_n J_n in float64; additive.
+
+    `error` is what rounding of float32 products did to (Σ_n J_nᵀ Λ_n J_n) s, s the `linalg.signs`, where that is
+    known: not for sums that came from a file.
+    """
+
+    matrix: Float[Tensor, "n n"]
+    error: Float[Tensor, "n"] | None = None
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        return self.matrix.clone()
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    def __add__(self, other: DenseSum) -> DenseSum:
+        return DenseSum(self.matrix + other.matrix, _combined(self.error, other.error, 1))
+
+    def __sub__(self, other: DenseSum) -> DenseSum:
+        return DenseSum(self.matrix - other.matrix, _combined(self.error, other.error, -1))
+
+    def __mul__(self, factor: float) -> DenseSum:
+        return DenseSum(self.matrix * factor, None if self.error is None else self.error * factor)
+
+    def to(self, device: torch.device) -> DenseSum:
+        return DenseSum(self.matrix.to(device), None if self.error is None else self.error.to(device))
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
+        return len(self.matrix) * linalg.rounding(dtype) * float(self.matrix.diagonal().abs().max())
+
+    def is_possible(self, tolerance: float) -> bool:
+        """Whether no eigenvalue is below −tolerance."""
+        return linalg.is_positive_semidefinite(self.matrix, tolerance=tolerance)
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> DenseFactor:
+        """Factorise the precision now, so that a bad one is noticed here and not at the first prediction."""
+        factor = DenseFactor(self, prior_precision, limit)
+        factor.factorisation  # noqa: B018  (computed and cached)
+        return factor
+
+
+def _combined(
+    first: Float[Tensor, "n"] | None, second: Float[Tensor, "n"] | None, sign: int
+) -> Float[Tensor, "n"] | None:
+    return None if first is None or second is None else first + sign * second
+
+
+class DenseAccumulator:
+    """Adds up batches; private to one pass over the data, and the only thing here that changes."""
+
+    def __init__(self, n: int, fisher: Fisher, dtype: torch.dtype, device: torch.device) -> None:
+        self.n = n
+        self.fisher = fisher
+        self.dtype = dtype
+        self.device = device
+        self.matrix: Float[Tensor, "n n"] | None = None
+        self.blocks: dict[BlockKey, Float[Tensor, "rows k"]] = {}
+        self.bands: dict[BlockKey, banded.Bands] = {}
+        self.contrasted: set[LinearLayer] = set()
+        self.staged: list[tuple[Float[Tensor, "B M M"], tuple[Factor, ...]]] = []
+        self.staged_samples = 0
+        # Σ_n J_nᵀ Λ_n J_n s in float64, to compare the sums with; not needed where those are float64 themselves.
+        self.checked = None if dtype == torch.float64 else torch.zeros(n, dtype=torch.float64, device=device)
+
+    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+        if derivative.factors is None:
+            rows = weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype)
+            self._add_rows(rows)
+            if self.checked is not None:
+                for few in rows.split(_CHECKED_ROWS):
+                    part = few.double()
+                    self.checked += (part @ linalg.signs(self.n, self.device)) @ part
+            return
+        if self.staged and not _same_layers(self.staged[-1][1], derivative.factors):
+            self._flush()
+        weights = fisher_matrix(logits, self.fisher)
+        if self.checked is not None:
+            _add_applied(self.checked, weights, derivative.factors)
+        self.staged.append((weights.to(self.dtype), derivative.to(self.dtype).factors or ()))
+        self.staged_samples += len(logits)
+        if self.staged_samples >= self._capacity():
+            self._flush()
+
+    def finish(self) -> DenseSum:
+        if self.staged:
+            self._flush()
+        total = self._zeros() if self.matrix is None else linalg.mirror_(self.matrix)
+        # One after the other, each let go of: together they can be as large as the matrix.
+        for key in list(self.blocks):
+            _add_block(total, key, self._in_logits(key, self.blocks.pop(key)))
+        for key in list(self.bands):
+            _add_block(total, key, self._in_logits(key, banded.to_packed(self.bands.pop(key))))
+        if self.checked is None:
+            return DenseSum(total)
+        return DenseSum(total, total @ linalg.signs(self.n, self.device) - self.checked)
+
+    def _zeros(self) -> Float[Tensor, "n n"]:
+        return torch.zeros(self.n, self.n, dtype=torch.float64, device=self.device)
+
+    def _add_rows(self, rows: Float[Tensor, "k n"]) -> None:
+        """Add UᵀU, U = Rᵀ J: the product in the dtype of `rows`, the sum in float64."""
+        if self.matrix is None:
+            self.matrix = self._zeros()
+        if rows.dtype == torch.float64:
+            self.matrix.addmm_(rows.T, rows)
+        else:
+            linalg.add_in_place(self.matrix, rows.T @ rows)
+
+    def _capacity(self) -> int:
+        weights, factors = self.staged[0]
+        classes = weights.shape[1]
+        floats = classes**2 + sum(f.layer.width + f.layer.outputs * (classes + f.layer.outputs) for f in factors)
+        alone = factors[0].layer if len(factors) == 1 else None
+        outputs = classes - 1 if self.fisher == "ggn" else classes
+        in_bands = alone is not None and factors[0].outer is None and banded.suits_outputs(alone.width, outputs)
+        most = (STAGED_SAMPLES_OF_BANDS if in_bands else STAGED_SAMPLES).get(self.device.type, 4096)
+        return max(1, min(most, STAGED_BYTES // (floats * weights.element_size())))
+
+    def _contrasts(self, classes: int) -> Float[Tensor, "M M-1"] | None:
+        """E with Λ = E (EᵀΛE) Eᵀ, as Λ1 = 0: a layer that returns the logits needs M−1 of M rows. Not for `eta`."""
+        return linalg.contrast_basis(classes, self.device).to(self.dtype) if self.fisher == "ggn" else None
+
+    def _in_logits(self, key: BlockKey, block: Float[Tensor, "rows m"]) -> Float[Tensor, "rows k"]:
+        """A block without its padding, and in logits where it was summed in contrasts."""
+        first, second, symmetric = key
+        basis = {
+            layer: linalg.contrast_basis(layer.outputs, self.device) if layer in self.contrasted else None
+            for layer in (first, second)
+        }
+        return packed.expanded(block, basis[first], basis[second], first.outputs, second.outputs, symmetric=symmetric)
+
+    def _flush(self) -> None:
+        """Block (l, l') += Σ_n (V_lᵀ Λ V_l') ⊗ h_l h_l'ᵀ for all pairs of terms."""
+        weights = torch.cat([part for part, _ in self.staged])
+        factors = _concatenated([part for _, part in self.staged])
+        self.staged, self.staged_samples = [], 0
+        inner = [factor.inner.T.contiguous() for factor in factors]
+        contrasts = self._contrasts(weights.shape[1])
+        outer = [contrasts if factor.outer is None else factor.outer for factor in factors]
+        if contrasts is not None:
+            self.contrasted.update(factor.layer for factor in factors if factor.outer is None)
+        for y, second in enumerate(factors):
+            right_outer = outer[y]
+            right = weights if right_outer is None else weights @ right_outer
+            for x, first in enumerate(factors[: y + 1]):
+                left_outer = outer[x]
+                product = right if left_outer is None else left_outer.mT @ right
+                self._add_block(first, second, packed.packed_weights(product, symmetric=x == y), inner[x], inner[y])
+
+    def _add_block(
+        self,
+        first: Factor,
+        second: Factor,
+        weights: Float[Tensor, "k B"],
+        left: Float[Tensor, "p B"],
+        right: Float[Tensor, "q B"],
+    ) -> None:
+        symmetric = first is second
+        p, q = len(left), len(right)
+        key = (first.layer, second.layer, symmetric)
+        if symmetric and banded.suits(p, len(weights)):
+            if key not in self.bands:
+                self.bands[key] = banded.zeros(p, len(weights), self.device)
+            banded.add_products(self.bands[key], weights, left)
+            return
+        weights = packed.padded(weights)
+        if key not in self.blocks:
+            rows = p * (p + 1) // 2 if symmetric else p * q
+            self.blocks[key] = torch.zeros(rows, len(weights), dtype=torch.float64, device=self.device)
+        packed.add_products(self.blocks[key], weights, left, None if symmetric else right)
+
+
+def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], factors: tuple[Factor, ...]) -> None:
+    """total += Σ_n J_nᵀ Λ_n J_n s in float64, by products with vectors alone."""
+    direction = linalg.signs(len(total), total.device)
+    wide = [factor.to(torch.float64) for factor in factors]
+    positions = [factor.layer.positions().to(total.device) for factor in factors]
+    moved: Tensor | None = None
+    for factor, where in zip(wide, positions, strict=True):
+        outputs = factor.inner @ direction[where].mT
+        term = outputs if factor.outer is None else (factor.outer @ outputs[:, :, None])[..., 0]
+        moved = term if moved is None else moved + term
+    assert moved is not None
+    pulled = (weights @ moved[:, :, None])[..., 0]
+    for factor, where in zip(wide, positions, strict=True):
+        total[where] += factor.pulled_back(pulled)
+
+
+def weighted_rows(
+    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M n"], fisher: Fisher, dtype: torch.dtype
+) -> Float[Tensor, "k n"]:
+    """The rows U_nᵀ = R_nᵀ J_n of all samples, R R ᵀ = Λ."""
+    root = fisher_root(logits, fisher).to(dtype)
+    return (root.mT @ jacobian.to(dtype)).flatten(0, 1)
+
+
+def _same_layers(first: tuple[Factor, ...], second: tuple[Factor, ...]) -> bool:
+    return [factor.layer for factor in first] == [factor.layer for factor in second]
+
+
+def _concatenated(parts: list[tuple[Factor, ...]]) -> list[Factor]:
+    joined = []
+    for same in zip(*parts, strict=True):
+        outer = [factor.outer for factor in same if factor.outer is not None]
+        inner = torch.cat([factor.inner for factor in same])
+        joined.append(Factor(same[0].layer, inner, torch.cat(outer) if outer else None))
+    return joined
+
+
+def _add_block(whole: Float[Tensor, "n n"], key: BlockKey, total: Float[Tensor, "rows k"]) -> None:
+    """Add a packed block, and its mirror image, to a matrix in the order of the flat parameter vector."""
+    first, second, symmetric = key
+    d, p, e, q = first.outputs, first.width, second.outputs, second.width
+    for i, j, entries in packed.block_from_products(total, d, p, e, q, symmetric=symmetric):
+        # A diagonal sub-block is its own mirror image.
+        beyond = j + 1 if symmetric else j
+        for _, entry_rows, rows in first.spans(i, i + 1):
+            for outputs, entry_columns, columns in second.spans(j, e):
+                whole[rows, columns] += entries[entry_rows, outputs, entry_columns].flatten(1)
+            for outputs, entry_columns, columns in second.spans(beyond, e):
+                part = entries[entry_rows, beyond - j :][:, outputs, entry_columns]
+                whole[columns, rows] += part.flatten(1).T
+
+
+class DenseFactor:
+    """P = (Σ + diag λ)⁻¹, whose factors are computed once, when first needed."""
+
+    def __init__(
+        self,
+        total: DenseSum,
+        prior_precision: Float[Tensor, "n"],
+        limit: float,
+        *,
+        covariance: Float[Tensor, "n n"] | None = None,
+        recursed: int = 0,
+    ) -> None:
+        self.total = total
+        self.prior_precision = prior_precision
+        self.limit = limit
+        self.recursed = recursed
+        self._lock = threading.RLock()
+        self._cache: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._coefficients: dict[tuple[LinearLayer, LinearLayer, bool, torch.dtype], list[Tensor]] = {}
+        if covariance is not None:
+            self.__dict__["covariance"] = covariance
+
+    @cached_property
+    def factorisation(self) -> tuple[Float[Tensor, "n n"], float]:
+        """The lower Cholesky factor of the precision, and the jitter it needed."""
+        with self._lock:
+            if "factorisation" in self.__dict__:
+                return self.__dict__["factorisation"]  # type: ignore[no-any-return]
+            # In place, because each copy of an n × n matrix counts; what fails is made again, and looked at closely.
+            lower = linalg.cholesky_in_place(self._precision())
+            if lower is not None:
+                return lower, 0.0
+            return linalg.safe_cholesky(self._precision(), name="The posterior precision", limit=self.limit)
+
+    def _precision(self) -> Float[Tensor, "n n"]:
+        """Σ + diag λ, column by column: the mirror image of a copy, since to turn one round takes long."""
+        precision = self.total.matrix.clone(memory_format=torch.contiguous_format).mT
+        precision.diagonal().add_(self.prior_precision)
+        return precision
+
+    @property
+    def lower(self) -> Float[Tensor, "n n"]:
+        return self.factorisation[0]
+
+    @cached_property
+    def covariance(self) -> Float[Tensor, "n n"]:
+        with self._lock:
+            if "covariance" in self.__dict__:
+                return self.__dict__["covariance"]  # type: ignore[no-any-return]
+            return linalg.inverse_from_cholesky(self.lower)
+
+    def can_recurse(self, rows: int) -> bool:
+        """Whether `rows` rows by the recursion are cheaper than a factorisation.
+
+        That takes n³/3 multiplications, the recursion 2 n² a row; and after n rows in all a factorisation is due
+        anyway, to rid the covariance of accumulated rounding.
+        """
+        n = len(self.prior_precision)
+        return "covariance" in self.__dict__ and rows <= n // 8 and self.recursed + rows <= n
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
+        """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize)."""
+        if derivative.factors is None:
+            covariance = self._from_jacobian(derivative.jacobian())
+        else:
+            covariance = self._from_factors(derivative.factors)
+        return LogitGaussian.trusted(mean, covariance)
+
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
+        """W = QᵀJ lower⁻ᵀ of all frames, with W Wᵀ = QᵀR Q; where there is P alone, the precision is factorised."""
+        jacobian = derivative.of_rotated(rotation).jacobian()
+        yield linalg.solve_lower(self.lower, jacobian.flatten(0, 1).mT).mT
+
+    def _from_jacobian(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
+        """ZᵀZ with Z = lower⁻¹ Jᵀ: positive semi-definite whatever the rounding."""
+        size, classes, n = jacobian.shape
+        columns = jacobian.reshape(-1, n).T
+        if "factorisation" in self.__dict__ or "covariance" not in self.__dict__:
+            half = linalg.solve_lower(self._cached("lower", jacobian.dtype), columns)
+            half = half.T.reshape(size, classes, n)
+            return half @ half.mT
+        product = (self.covariance @ columns.double()).T.reshape(size, classes, n)
+        return linalg.symmetric(jacobian.double() @ product.mT)
+
+    def _from_factors(self, factors: tuple[Factor, ...]) -> Float[Tensor, "B M M"]:
+        """Σ over pairs of terms of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, by matrix products with P repacked."""
+        inner = [factor.inner.T.contiguous() for factor in factors]
+        total: Tensor | None = None
+        for y, second in enumerate(factors):
+            for x, first in enumerate(factors[: y + 1]):
+                same = x == y
+                contracted = self._contracted(first.layer, second.layer, same, inner[x], inner[y])
+                term = packed.unpacked_weights(contracted, first.layer.outputs, second.layer.outputs, symmetric=same)
+                term = term if first.outer is None else first.outer @ term
+                term = term if second.outer is None else term @ second.outer.mT
+                term = term if same else term + term.mT
+                total = term if total is None else total + term
+        assert total is not None
+        return linalg.symmetric(total)
+
+    def _contracted(
+        self,
+        first: LinearLayer,
+        second: LinearLayer,
+        same: bool,
+        left: Float[Tensor, "p B"],
+        right: Float[Tensor, "q B"],
+    ) -> Float[Tensor, "k B"]:
+        """Q_ij of two layers, packed; P is repacked for it once."""
+        key = (first, second, same, left.dtype)
+        p, pairs = len(left), first.outputs * (first.outputs + 1) // 2
+        in_bands = same and banded.suits(p, pairs)
+        with self._lock:
+            if key not in self._coefficients:
+                device = self.prior_precision.device
+                positions = None if same else second.positions().to(device)
+                rows = packed.coefficients(self.covariance, first.positions().to(device), positions, left.dtype)
+                self._coefficients[key] = banded.from_packed(rows, p) if in_bands else [rows]
+            coefficients = self._coefficients[key]
+        if in_bands:
+            return banded.contract(coefficients, left)
+        return packed.contract(coefficients[0], left, None if same else right)
+
+    def _cached(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A float64 factor in the dtype of products, cast once."""
+        value: Tensor = getattr(self, name)
+        if dtype == torch.float64:
+            return value
+        with self._lock:
+            if (name, dtype) not in self._cache:
+                self._cache[name, dtype] = value.to(dtype)
+            return self._cache[name, dtype]
+
+    def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P): lower⁻ᵀ z has covariance (lower lowerᵀ)⁻¹ = P."""
+        return linalg.solve_lower_transposed(self.lower, normal.T).T
+
+    def log_determinant_of_precision(self) -> float:
+        return linalg.log_determinant_from_cholesky(self.lower)
+
+    def recursion(self, rows: Float[Tensor, "k n"], total: DenseSum) -> DenseFactor:
+        """eq:recUpdate_all for a stack of U_nᵀ: P − K UᵀP with K = P U (I + UᵀPU)⁻¹.
+
+        Written as P − WᵀW with W = lower⁻¹ UᵀP and lower lowerᵀ = I + UᵀPU, which keeps P symmetric up to the rounding
+        of one product; the small matrix is well conditioned because its eigenvalues are at least one.
+        """
+        rows = rows.double()
+        gain = rows @ self.covariance
+        small = gain @ rows.T
+        small.diagonal().add_(1.0)
+        lower, _ = linalg.safe_cholesky(linalg.symmetric(small), name="I + UᵀPU", limit=0.0)
+        half = linalg.solve_lower(lower, gain)
+        covariance = linalg.mirror_(self.covariance - half.T @ half)
+        recursed = self.recursed + len(rows)
+        return DenseFactor(total, self.prior_precision, self.limit, covariance=covariance, recursed=recursed)
+
+    def to(self, device: torch.device) -> DenseFactor:
+        moved = DenseFactor(self.total.to(device), self.prior_precision.to(device), self.limit, recursed=self.recursed)
+        if "factorisation" in self.__dict__:
+            moved.__dict__["factorisation"] = (self.lower.to(device), self.factorisation[1])
+        if "covariance" in self.__dict__:
+            moved.__dict__["covariance"] = self.covariance.to(device)
+        return moved

@@ -1,0 +1,210 @@
+"""The diagonal structure: one variance for each parameter, and none in common.
+
+`DiagonalSum` is Σ_n diag(J_nᵀ Λ_n J_n). For a linear layer that is used once, with Jacobian V ⊗ hᵀ, that is
+S_ii h_a² with S = VᵀΛV: one matrix product over the samples. Where a weight is used several times (tokens, patches),
+the terms of a sample are summed before they are squared. Prediction is the mirror image, V diag(Σ_a P_ia h_a²) Vᵀ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base.memory import require_memory
+from errbar._curvature.fisher import Fisher, fisher_diagonal, fisher_root
+from errbar._derivative.layerwise import LayerwiseDerivative
+from errbar._derivative.route import Derivative
+from errbar._derivative.shared import Part, SharedFactor, gathered, scatter_, shared_factors
+from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
+from errbar.errors import CovarianceError
+
+
+def weighted_squares(
+    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M k"], fisher: Fisher
+) -> Float[Tensor, "B k"]:
+    """The diagonal of JᵀΛJ of each sample: Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m².
+
+    Not Σ f J² − J̄², which cancels where the network is sure.
+    """
+    if fisher == "eta":
+        weights = fisher_diagonal(logits).to(jacobian.dtype)
+        return (weights[:, None] @ jacobian.square())[:, 0]
+    probability = torch.softmax(logits.double(), 1).to(jacobian.dtype)[:, None]
+    return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
+
+
+def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fisher: Fisher) -> Float[Tensor, "d p"]:
+    """Σ_n diag(JᵀΛJ) of one layer."""
+    if factor.outer is None:
+        weights = fisher_diagonal(logits).to(factor.inner.dtype)
+        return weights.T @ factor.inner[:, 0].square()
+    if factor.is_single:
+        return weighted_squares(logits, factor.outer[..., 0], fisher).T @ factor.inner[:, 0].square()
+    # V meets the root of Λ before it meets h: it is smaller than J.
+    root = fisher_root(logits, fisher).to(factor.outer.dtype)
+    rows = (root.mT @ factor.outer.flatten(2)).reshape(factor.outer.shape)
+    pieces = SharedFactor(factor.layer, factor.inner, rows).pieces()
+    return torch.stack([made.square_().sum((0, 1)) for _, made in pieces]).sum(0)
+
+
+def safe_precision(precision: Float[Tensor, "..."], *, limit: float) -> tuple[Float[Tensor, "..."], float]:
+    """Positive precisions, and the jitter that they needed: `_linalg.safe_cholesky` for a diagonal matrix."""
+    smallest, mean = float(precision.min()), float(precision.mean())
+    if smallest > 0 and math.isfinite(mean):
+        return precision, 0.0
+    jitter = 1e-14
+    while not smallest + jitter * mean > 0:
+        jitter *= 100
+        if jitter > limit * 1.0001 or not math.isfinite(mean):
+            raise CovarianceError(
+                f"The posterior precision is not positive: its smallest entry is {smallest:.3g}, and adding "
+                f"{limit:.0e} of the mean entry {mean:.3g} still does not make it so. Check that the data are finite "
+                "and the prior precision is not many orders of magnitude below the information, or compute with "
+                "precision='float64'."
+            )
+    return precision + jitter * mean, jitter
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalSum:
+    """Σ_n diag(J_nᵀ Λ_n J_n) in float64; additive."""
+
+    values: Float[Tensor, "n"]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        return _embedded(self.values)
+
+    def __add__(self, other: DiagonalSum) -> DiagonalSum:
+        return DiagonalSum(self.values + other.values)
+
+    def __sub__(self, other: DiagonalSum) -> DiagonalSum:
+        return DiagonalSum(self.values - other.values)
+
+    def __mul__(self, factor: float) -> DiagonalSum:
+        return DiagonalSum(self.values * factor)
+
+    def to(self, device: torch.device) -> DiagonalSum:
+        return DiagonalSum(self.values.to(device))
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """How far below zero rounding may take an entry of a difference from this sum, computed in `dtype`."""
+        # Terms of one sign: the error grows with the square root of their number, a few thousand in one product.
+        return 100 * torch.finfo(dtype).eps * float(self.values.abs().max())
+
+    def is_possible(self, tolerance: float) -> bool:
+        """Whether no entry is below −tolerance."""
+        return bool((self.values >= -tolerance).all())
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> DiagonalFactor:
+        return DiagonalFactor(*safe_precision(self.values + prior_precision, limit=limit))
+
+
+class DiagonalAccumulator:
+    """Adds up batches; private to one pass over the data."""
+
+    def __init__(self, n: int, fisher: Fisher, dtype: torch.dtype, device: torch.device) -> None:
+        self.fisher = fisher
+        self.dtype = dtype
+        self.values = torch.zeros(n, dtype=torch.float64, device=device)
+
+    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> None:
+        parts = _by_layer(derivative)
+        for factor in parts.factors:
+            more = diagonal_information(logits, factor.to(self.dtype), self.fisher)
+            scatter_(self.values, factor.layer, gathered(factor.layer, self.values) + more)
+        if len(parts.rest):
+            squares = weighted_squares(logits, parts.explicit.to(self.dtype), self.fisher)
+            parts.rest.put_(self.values, parts.rest.take(self.values) + squares.sum(0, dtype=torch.float64))
+
+    def finish(self) -> DiagonalSum:
+        return DiagonalSum(self.values)
+
+
+class DiagonalFactor:
+    """P = diag 1/(Σ + λ), by the precisions."""
+
+    def __init__(self, precision: Float[Tensor, "n"], jitter: float) -> None:
+        self.factorisation = (precision, jitter)
+
+    @property
+    def precision(self) -> Float[Tensor, "n"]:
+        return self.factorisation[0]
+
+    @property
+    def covariance(self) -> Float[Tensor, "n n"]:
+        return _embedded(1 / self.precision)
+
+    def can_recurse(self, rows: int) -> bool:
+        """Never: there is nothing to factorise."""
+        return False
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> LogitGaussian:
+        """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal where all that is selected is a layer that returns the logits."""
+        parts = _by_layer(derivative)
+        factors, rest = parts.factors, parts.explicit
+        if len(factors) == 1 and factors[0].outer is None and not len(parts.rest):
+            return DiagonalLogitGaussian.of(mean, factors[0].output_variance(self._variances(factors[0])))
+        terms = [factor.covariance(self._variances(factor)) for factor in factors]
+        if len(parts.rest):
+            half = rest * parts.rest.take(self.precision).rsqrt().to(rest.dtype)
+            terms.append(half @ half.mT)
+        return LogitGaussian.trusted(mean, torch.as_tensor(sum(terms)))
+
+    def joint_halves(
+        self, derivative: Derivative | LayerwiseDerivative, rotation: Float[Tensor, "M M"]
+    ) -> Iterator[Float[Tensor, "CM k"]]:
+        """W_l = QᵀJ_l diag(P)^½ of each layer and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
+        parts = _by_layer(derivative).of_rotated(rotation)
+        yield (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
+        for factor in parts.factors:
+            yield from factor.joint_halves(self._variances(factor))
+
+    def joint_covariance(self, derivative: Derivative | LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
+        """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64, without W."""
+        parts = _by_layer(derivative)
+        size, classes = parts.explicit.shape[:2]
+        half = (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
+        covariance = (half @ half.T).reshape(size, classes, size, classes)
+        for factor in parts.factors:
+            covariance += factor.joint_covariance(self._variances(factor))
+        return covariance
+
+    def _variances(self, factor: SharedFactor) -> Float[Tensor, "d p"]:
+        return gathered(factor.layer, self.precision).reciprocal().to(factor.inner.dtype)
+
+    def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P)."""
+        return normal * self.precision.rsqrt()
+
+    def log_determinant_of_precision(self) -> float:
+        return float(self.precision.log().sum())
+
+    def to(self, device: torch.device) -> DiagonalFactor:
+        return DiagonalFactor(self.precision.to(device), self.factorisation[1])
+
+
+def _by_layer(derivative: Derivative | LayerwiseDerivative) -> LayerwiseDerivative:
+    """Whatever form the derivative has: its layers, and the columns of all other parameters."""
+    if isinstance(derivative, LayerwiseDerivative):
+        return derivative
+    n = derivative.n_parameters
+    if derivative.factors is None:
+        return LayerwiseDerivative(n, (), Part(((0, n),)), derivative.jacobian())
+    inner = derivative.factors[0].inner
+    nothing = inner.new_zeros(len(inner), derivative.n_classes, 0)
+    return LayerwiseDerivative(n, tuple(shared_factors(derivative.factors)), Part(()), nothing)
+
+
+def _embedded(values: Float[Tensor, "n"]) -> Float[Tensor, "n n"]:
+    n = len(values)
+    require_memory(8 * n * n, values.device, what=f"The full {n:,} × {n:,} matrix", instead="Use logits and predict.")
+    return torch.diag(values)

@@ -1,0 +1,159 @@
+"""The posterior of the Kronecker-factored structure: a diagonal one in the eigenbasis of each layer.
+
+With W = Q_G W̃ Q_Aᵀ the entries of W̃ are independent, with variances v_ia = 1/(λ_i μ_a/count + δ). So for a layer that
+is used once, P^g = Ṽ diag(Σ_a v_ia h̃_a²) Ṽᵀ with h̃ = Q_Aᵀ h and Ṽ = V Q_G; where it returns the logits themselves, Ṽ is
+Q_G for every input, and P^g stays in that form.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base.memory import require_memory
+from errbar._derivative.layerwise import LayerwiseDerivative
+from errbar._derivative.shared import Part, SharedFactor, gathered, scatter_
+from errbar._derivative.trace import LinearLayer
+from errbar._distributions.factored import FactoredLogitGaussian
+from errbar._distributions.logits import LogitGaussian
+
+
+def empty_matrix(n: int, device: torch.device) -> Float[Tensor, "n n"]:
+    """Zeros in float64; refused where they cannot be held."""
+    require_memory(8 * n * n, device, what=f"The full {n:,} × {n:,} matrix", instead="Use logits and predict.")
+    return torch.zeros(n, n, dtype=torch.float64, device=device)
+
+
+def set_block_(whole: Float[Tensor, "n n"], layer: LinearLayer, block: Float[Tensor, "k k"]) -> None:
+    """Put the block of one layer, in the order (output i, entry a of h), where its parameters lie."""
+    positions = layer.positions().reshape(-1).to(whole.device)
+    whole[positions[:, None], positions[None, :]] = block
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBasis:
+    """Q_G, Q_A and the precisions λ_i μ_a/count + δ of one layer."""
+
+    layer: LinearLayer
+    outer: Float[Tensor, "d d"]
+    inner: Float[Tensor, "p p"]
+    precision: Float[Tensor, "d p"]
+
+    @cached_property
+    def variances(self) -> Float[Tensor, "d p"]:
+        return self.precision.reciprocal()
+
+    def to(self, to: torch.device | torch.dtype) -> KroneckerBasis:
+        return KroneckerBasis(self.layer, self.outer.to(to), self.inner.to(to), self.precision.to(to))
+
+    def covariance(self) -> Float[Tensor, "k k"]:
+        """P[ia, jb] = Σ_k Q_ik Q_jk Σ_c v_kc Q_ac Q_bc."""
+        inside = (self.inner * self.variances[:, None, :]) @ self.inner.T
+        k = self.precision.numel()
+        return torch.einsum("ik,jk,kab->iajb", self.outer, self.outer, inside).reshape(k, k)
+
+    def rotated(self, factor: SharedFactor) -> SharedFactor:
+        return factor.rotated(self.outer, self.inner)
+
+
+class KroneckerFactor:
+    """P by the eigenbases of the layers, and by the precisions of all other parameters."""
+
+    def __init__(
+        self,
+        n: int,
+        bases: tuple[KroneckerBasis, ...],
+        rest_part: Part,
+        rest: Float[Tensor, "k"],
+        jitter: float,
+        negative_share: float = 0.0,
+    ) -> None:
+        self.n_parameters = n
+        self.bases = bases
+        self.rest_part = rest_part
+        self.rest = rest
+        self.jitter = jitter
+        # How far rounding took the information below zero, as a share of the prior, before it was set to zero there.
+        self.negative_share = negative_share
+        self._lock = threading.Lock()
+        self._cache: dict[torch.dtype, tuple[KroneckerBasis, ...]] = {torch.float64: bases}
+
+    @property
+    def factorisation(self) -> tuple[tuple[KroneckerBasis, ...], float]:
+        """The eigenbases, and the jitter that the precisions needed."""
+        return self.bases, self.jitter
+
+    @property
+    def covariance(self) -> Float[Tensor, "n n"]:
+        whole = empty_matrix(self.n_parameters, self.rest.device)
+        for basis in self.bases:
+            set_block_(whole, basis.layer, basis.covariance())
+        if len(self.rest_part):
+            positions = self.rest_part.positions(whole.device)
+            whole[positions, positions] = 1 / self.rest
+        return whole
+
+    def can_recurse(self, rows: int) -> bool:
+        """Never: the factors do not have a recursion."""
+        return False
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: LayerwiseDerivative) -> LogitGaussian:
+        """N(ĝ, P^g); in factored form where all that is selected is a layer that returns the logits."""
+        bases = self._bases(derivative.explicit.dtype)
+        if len(bases) == 1 and not len(self.rest_part) and derivative.factors[0].outer is None:
+            h = derivative.factors[0].inner[:, 0] @ bases[0].inner
+            outer = self.bases[0].outer
+            return FactoredLogitGaussian.of(mean, outer, h.square() @ bases[0].variances.T, rotation=outer.T)
+        half = derivative.explicit * self.rest.rsqrt().to(derivative.explicit.dtype)
+        covariance = half @ half.mT
+        for basis, factor in zip(bases, derivative.factors, strict=True):
+            covariance += basis.rotated(factor).covariance(basis.variances)
+        return LogitGaussian.trusted(mean, covariance)
+
+    def joint_halves(
+        self, derivative: LayerwiseDerivative, rotation: Float[Tensor, "M M"]
+    ) -> Iterator[Float[Tensor, "CM k"]]:
+        """W_l = QᵀJ_l P_l^½ of each layer in its eigenbasis and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
+        derivative = derivative.of_rotated(rotation)
+        yield (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
+        for basis, factor in zip(self.bases, derivative.factors, strict=True):
+            yield from basis.rotated(factor).joint_halves(basis.variances)
+
+    def joint_covariance(self, derivative: LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
+        """R_ij = J_i P J_jᵀ for all pairs of frames, in float64, without W."""
+        half = (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
+        size, classes = derivative.explicit.shape[:2]
+        covariance = (half @ half.T).reshape(size, classes, size, classes)
+        for basis, factor in zip(self.bases, derivative.factors, strict=True):
+            covariance += basis.rotated(factor).joint_covariance(basis.variances)
+        return covariance
+
+    def _bases(self, dtype: torch.dtype) -> tuple[KroneckerBasis, ...]:
+        """The float64 bases in the dtype of products, cast once."""
+        with self._lock:
+            if dtype not in self._cache:
+                self._cache[dtype] = tuple(basis.to(dtype) for basis in self.bases)
+            return self._cache[dtype]
+
+    def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P): Q_G (z ∘ √v) Q_Aᵀ for each layer."""
+        drawn = torch.empty_like(normal)
+        for basis in self.bases:
+            independent = gathered(basis.layer, normal) * basis.precision.rsqrt()
+            scatter_(drawn, basis.layer, basis.outer @ independent @ basis.inner.T)
+        if len(self.rest_part):
+            drawn[:, self.rest_part.positions(normal.device)] = self.rest_part.take(normal) * self.rest.rsqrt()
+        return drawn
+
+    def log_determinant_of_precision(self) -> float:
+        return float(sum(basis.precision.log().sum() for basis in self.bases) + self.rest.log().sum())
+
+    def to(self, device: torch.device) -> KroneckerFactor:
+        bases = tuple(basis.to(device) for basis in self.bases)
+        return KroneckerFactor(self.n_parameters, bases, self.rest_part, self.rest.to(device), self.jitter)

@@ -1,0 +1,286 @@
+"""The Kronecker-factored structure: each layer by the second moments of its inputs and of its derivatives.
+
+For a layer that is used T times by each of N samples, with inputs h_nt and derivatives V_nt = ∂g_n/∂a_nt,
+    A = Σ_n Σ_t h hᵀ (p × p),   G = Σ_n Σ_t VᵀΛV (d × d),   count = N T,   information ≈ (G ⊗ A)/count
+(KFAC, with shared weights in the *expand* convention: every use counts as a sample). Nothing is approximated for one
+sample that uses the weight once, nor where all h hᵀ, or all VᵀΛV, are the same. A, G and count are *sums*, so they add
+up exactly over batches, ranks and days, and c times all three is c times the information.
+
+With A = Q_A diag(μ) Q_Aᵀ, G = Q_G diag(λ) Q_Gᵀ and one prior precision δ for the layer, the covariance is diagonal in
+the bases Q_G and Q_A, with variances 1/(λ_i μ_a/count + δ). Parameters of other layers (norms) are independent of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._curvature.diagonal import DiagonalSum, safe_precision, weighted_squares
+from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
+from errbar._curvature.fisher import Fisher, fisher_diagonal
+from errbar._derivative.layerwise import LayerwiseRoute
+from errbar._derivative.shared import Part, SharedLayer, gathered
+from errbar._derivative.trace import Trace
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar.errors import ArgumentError, MismatchError
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock:
+    """A, G and the count of one layer, in float64.
+
+    `peak` holds the largest diagonal entries of A and G and the largest count on the way here: rounding is relative to
+    those, also in what a subtraction leaves.
+    """
+
+    layer: SharedLayer
+    inner: Float[Tensor, "p p"]
+    outer: Float[Tensor, "d d"]
+    count: float
+    peak: tuple[float, float, float]
+
+    @staticmethod
+    def of(
+        layer: SharedLayer,
+        inner: Float[Tensor, "p p"],
+        outer: Float[Tensor, "d d"],
+        count: float,
+        before: Sequence[tuple[float, float, float]] = (),
+    ) -> KroneckerBlock:
+        """From the sums, and the peaks of what they were made of."""
+        now = (float(inner.diagonal().max()), float(outer.diagonal().max()), count)
+        a, g, c = (max(values) for values in zip(now, *before, strict=True))
+        return KroneckerBlock(layer, inner, outer, count, (a, g, c))
+
+    def plus(self, other: KroneckerBlock, sign: int) -> KroneckerBlock:
+        if self.layer != other.layer:
+            raise MismatchError(
+                f"Kronecker factors of layers '{self.layer.name}' and '{other.layer.name}' cannot be combined; the "
+                "first batches of the two showed different layers."
+            )
+        inner, outer = self.inner + sign * other.inner, self.outer + sign * other.outer
+        # Discounts round, and what rounding leaves of nothing is nothing.
+        count = max(self.count + sign * other.count, 0)
+        return KroneckerBlock.of(self.layer, inner, outer, count, (self.peak, other.peak))
+
+    def times(self, factor: float) -> KroneckerBlock:
+        a, g, c = (factor * value for value in self.peak)
+        return KroneckerBlock(self.layer, self.inner * factor, self.outer * factor, self.count * factor, (a, g, c))
+
+    @property
+    def share(self) -> float:
+        """1/count, and 0 where all samples were forgotten."""
+        return 1 / self.count if self.count > 1e-9 * self.peak[2] else 0.0
+
+    def is_possible(self, tolerance: float) -> bool:
+        return all(
+            linalg.is_positive_semidefinite(matrix, tolerance=tolerance * len(matrix) * peak)
+            for matrix, peak in ((self.inner, self.peak[0]), (self.outer, self.peak[1]))
+        )
+
+    def to(self, device: torch.device) -> KroneckerBlock:
+        return KroneckerBlock(self.layer, self.inner.to(device), self.outer.to(device), self.count, self.peak)
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> tuple[KroneckerBasis, float, float]:
+        """The eigenbasis of the precision, the jitter that it needed, and how far below zero rounding was."""
+        own = gathered(self.layer, prior_precision)
+        least, most = float(own.min()), float(own.max())
+        if least != most:
+            raise ArgumentError(
+                f"The prior precision of layer '{self.layer.name}' goes from {least:g} to {most:g}; structure='kron' "
+                "needs one number for a layer, its weight and bias together. Give one number for each module, or use "
+                "structure='block' or 'diag'."
+            )
+        name = f"The Kronecker factors of layer '{self.layer.name}'"
+        inner_values, inner_basis = linalg.eigenvectors(self.inner, name=name)
+        outer_values, outer_basis = linalg.eigenvectors(self.outer, name=name)
+        products = outer_values[:, None] * inner_values * self.share
+        _, jitter = safe_precision(products + least, limit=limit)
+        # Sums of squares have no eigenvalues below zero; what rounding leaves there would be taken for certainty.
+        information = outer_values.clamp_min(0)[:, None] * inner_values.clamp_min(0) * self.share
+        basis = KroneckerBasis(self.layer, outer_basis, inner_basis, information + least)
+        return basis, jitter, max(0.0, -float(products.min()) / least)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerSum:
+    """A, G and the counts of all layers, and the diagonal information of all other parameters; additive."""
+
+    n_parameters: int
+    blocks: tuple[KroneckerBlock, ...]
+    rest_part: Part
+    rest: DiagonalSum
+    rest_peak: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.rest.device
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        whole = empty_matrix(self.n_parameters, self.device)
+        for block in self.blocks:
+            set_block_(whole, block.layer, torch.kron(block.outer * block.share, block.inner))
+        if len(self.rest_part):
+            positions = self.rest_part.positions(self.device)
+            whole[positions, positions] = self.rest.values
+        return whole
+
+    def __add__(self, other: KroneckerSum) -> KroneckerSum:
+        return self._plus(other, 1)
+
+    def __sub__(self, other: KroneckerSum) -> KroneckerSum:
+        return self._plus(other, -1)
+
+    def _plus(self, other: KroneckerSum, sign: int) -> KroneckerSum:
+        if len(self.blocks) != len(other.blocks):
+            raise MismatchError(
+                f"Kronecker factors of {len(self.blocks)} and of {len(other.blocks)} layers cannot be combined; the "
+                "first batches of the two showed different layers."
+            )
+        blocks = tuple(a.plus(b, sign) for a, b in zip(self.blocks, other.blocks, strict=True))
+        rest = self.rest + other.rest * float(sign)
+        peak = max(self.rest_peak, other.rest_peak, _largest(rest.values))
+        return KroneckerSum(self.n_parameters, blocks, self.rest_part, rest, peak)
+
+    def __mul__(self, factor: float) -> KroneckerSum:
+        blocks = tuple(block.times(factor) for block in self.blocks)
+        return KroneckerSum(self.n_parameters, blocks, self.rest_part, self.rest * factor, self.rest_peak * factor)
+
+    def to(self, device: torch.device) -> KroneckerSum:
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return KroneckerSum(self.n_parameters, blocks, self.rest_part, self.rest.to(device), self.rest_peak)
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """The rounding of a sum computed in `dtype`, relative: A, G and the rest each have a scale of their own."""
+        return 10 * torch.finfo(dtype).eps
+
+    def is_possible(self, tolerance: float) -> bool:
+        """Whether no eigenvalue of a factor is below −tolerance, relative to the largest entries ever."""
+        return self.rest.is_possible(10 * tolerance * self.rest_peak) and all(
+            block.is_possible(tolerance) for block in self.blocks
+        )
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> KroneckerFactor:
+        parts = [block.condition(prior_precision, limit) for block in self.blocks]
+        rest, jitter = self.rest.values, 0.0
+        if len(self.rest_part):
+            rest, jitter = safe_precision(rest + self.rest_part.take(prior_precision), limit=limit)
+        jitter = max([jitter, *(own for _, own, _ in parts)])
+        below = max((share for _, _, share in parts), default=0.0)
+        bases = tuple(basis for basis, _, _ in parts)
+        return KroneckerFactor(self.n_parameters, bases, self.rest_part, rest, jitter, below)
+
+
+class KroneckerAccumulator:
+    """Adds up batches; private to one pass over the data. It runs the network itself: `add_batch`."""
+
+    def __init__(
+        self, network: Network, route: LayerwiseRoute, fisher: Fisher, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.network = network
+        self.route = route
+        self.fisher = fisher
+        self.dtype = dtype
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.inner = {layer.name: zeros(layer.width, layer.width) for layer in route.layers}
+        self.outer = {layer.name: zeros(layer.outputs, layer.outputs) for layer in route.layers}
+        self.count = dict.fromkeys(self.inner, 0)
+        self.rest = zeros(len(route.rest_part))
+
+    def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
+        """Add a prepared batch, a part of it at a time; returns its logits."""
+        logits = []
+        for part, trace in self.route.traced(self.network, batch):
+            self._add(part, trace)
+            logits.append(trace.logits.detach())
+            # Its graph would otherwise stay until the next one is there.
+            del trace
+        return torch.cat(logits)
+
+    def _add(self, batch: Batch, trace: Trace) -> None:
+        logits = trace.logits.detach()
+        for layer in self.route.layers:
+            for call in trace.calls[layer.name]:
+                uses = layer.inner(call.inputs).to(self.dtype).flatten(0, 1)
+                self.count[layer.name] += len(uses)
+                _add_square(self.inner[layer.name], uses)
+            if trace.returns_logits(layer.name):
+                self.outer[layer.name] += _summed_fisher(logits, self.fisher, self.dtype)
+        names = self.route.differentiated(trace)
+        if names:
+            self._add_derivatives(names, trace, logits)
+        for where, jacobian in self.route.of_rest(self.network, batch):
+            squares = weighted_squares(logits, jacobian.to(self.dtype), self.fisher)
+            self.rest[where] += squares.sum(0, dtype=torch.float64)
+
+    def _add_derivatives(self, names: list[str], trace: Trace, logits: Float[Tensor, "B M"]) -> None:
+        """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V.
+
+        Of the norms the diagonal of JᵀΛJ, Σ_c (Jᵀ r_c)².
+        """
+        size, classes = logits.shape
+        step = self.route.seeds_at_a_time(size, logits.device)
+        for first in range(0, classes, step):
+            columns = _root_columns(logits, self.fisher, first, min(first + step, classes))
+            derivatives = trace.derivatives(names, columns.to(logits.dtype))
+            for layer in self.route.layers:
+                for derivative in derivatives.get(layer.name, ()):
+                    rows = layer.outer(derivative).to(self.dtype).transpose(2, 3).reshape(-1, layer.outputs)
+                    _add_square(self.outer[layer.name], rows)
+            for where, rows in self.route.of_norms(derivatives):
+                self.rest[where] += rows.to(self.dtype).square().sum((0, 1), dtype=torch.float64)
+
+    def finish(self) -> KroneckerSum:
+        blocks = [
+            KroneckerBlock.of(
+                layer,
+                linalg.mirror_(self.inner[layer.name]),
+                linalg.mirror_(self.outer[layer.name]),
+                self.count[layer.name],
+            )
+            for layer in self.route.layers
+        ]
+        rest = DiagonalSum(self.rest)
+        return KroneckerSum(self.route.n_parameters, tuple(blocks), self.route.rest_part, rest, _largest(self.rest))
+
+
+def _add_square(total: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> None:
+    """total += rowsᵀ rows: the product in the dtype of `rows`, the sum in float64."""
+    if rows.dtype == torch.float64:
+        total.addmm_(rows.T, rows)
+    else:
+        linalg.add_in_place(total, rows.T @ rows)
+
+
+def _summed_fisher(logits: Float[Tensor, "B M"], fisher: Fisher, dtype: torch.dtype) -> Float[Tensor, "M M"]:
+    """Σ_n Λ_n without making one Λ_n: −Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it."""
+    diagonal = fisher_diagonal(logits).sum(0)
+    if fisher == "eta":
+        return torch.diag(diagonal)
+    probability = torch.softmax(logits.double(), 1).to(dtype)
+    total = -(probability.T @ probability).double()
+    total.diagonal().copy_(diagonal)
+    return total
+
+
+def _root_columns(logits: Float[Tensor, "B M"], fisher: Fisher, first: int, last: int) -> Float[Tensor, "k B M"]:
+    """Columns first … last−1 of R with R Rᵀ = Λ, in float64: √f_c (e_c − f), or √η_c e_c."""
+    classes = logits.shape[1]
+    units = torch.eye(classes, dtype=torch.float64, device=logits.device)[first:last, None]
+    if fisher == "eta":
+        return fisher_diagonal(logits)[:, first:last].sqrt().T[:, :, None] * units
+    probability = torch.softmax(logits.double(), 1)
+    return probability[:, first:last].sqrt().T[:, :, None] * (units - probability)
+
+
+def _largest(values: Float[Tensor, "k"]) -> float:
+    return float(values.abs().max()) if len(values) else 0.0

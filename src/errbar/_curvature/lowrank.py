@@ -1,0 +1,393 @@
+"""The streaming structure: the leading directions of the information, for networks whose n × n matrix fits nowhere.
+
+The information F = Σ_n J_nᵀ Λ_n J_n is approximated by
+
+    F̂ = SᵀS + diag e,   e = diag(F − SᵀS),
+
+with the k rows S of a sketch (`_curvature.sketch`), which never overestimates: 0 ⪯ E = F − SᵀS ⪯ Δ I. Of what the
+sketch discards, the diagonal e is put back. It costs n numbers, is exact because diag F is summed beside the sketch,
+and so F̂ has the trace and the diagonal of F. Among all diagonal corrections it is nearest to F (Frobenius), and it
+keeps the guarantee on both sides, −Δ I ⪯ F − F̂ ⪯ Δ I, as no diagonal entry of E is above its norm. Δ I or Δ/2 I
+(robust Frequent Directions) in its place would claim n Δ of information where e₁ + … + e_n is missing: most of the n
+directions were never seen.
+
+With D = diag(λ + e) and the prior precision λ, the posterior is exact in F̂ by Woodbury's identity. Write
+S D^{−1/2} by its singular values: orthonormal rows Q, squares s. Then
+
+    P = D^{−1/2} (I − Qᵀ diag(s/(1 + s)) Q) D^{−1/2}.
+
+S and Q are stored in the dtype of products, all sums and all k × k matrices are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from errbar._base import linalg
+from errbar._base.checks import whole_number
+from errbar._base.memory import require_memory
+from errbar._curvature.fisher import Fisher, fisher_root
+from errbar._curvature.sketch import (
+    FrequentDirections,
+    column_blocks,
+    compress,
+    orthogonalised,
+    squared_sums,
+    without_rounding,
+)
+from errbar._derivative.full import RANDOM_IN_EVAL, quiet_vmap
+from errbar._derivative.route import Derivative
+from errbar._distributions.logits import LogitGaussian
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+from errbar.errors import ArgumentError, ForgetError, ModelError
+
+# So many rows, and so many bytes of them, are made at a time; the first is for what the network holds beside them.
+ROWS = {"cpu": 512, "cuda": 4096}
+ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
+# J of one input is held up to so many bytes: enough for ten classes and 25 million parameters.
+JACOBIAN_BYTES = 2**30
+
+
+def _limit(limits: dict[str, int], device: torch.device) -> int:
+    return limits.get(device.type, limits["cpu"])
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankSum:
+    """S and diag F of Σ_n J_nᵀ Λ_n J_n; `bound` is Δ, `rank` the largest number of rows that sums of it keep.
+
+    Additive up to the compression that brings 2k rows back to k, and whose δ is added to the bounds of both.
+    """
+
+    rows: Float[Tensor, "k n"]
+    diagonal: Float[Tensor, "n"]
+    bound: float
+    rank: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def mass(self) -> float:
+        """tr F of all data seen, exact."""
+        return float(self.diagonal.sum())
+
+    @cached_property
+    def discarded(self) -> Float[Tensor, "n"]:
+        """e, the diagonal of F − SᵀS: what the sketch left out."""
+        return (self.diagonal - squared_sums(self.rows)[0]).clamp_min(0)
+
+    @property
+    def discarded_mass(self) -> float:
+        """tr(F − SᵀS) = tr F − ‖S‖²: what the rows do not tell, of which only the diagonal is kept."""
+        return float(self.discarded.sum())
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        """F̂ = SᵀS + diag e in float64; refused where it cannot be held."""
+        n = self.rows.shape[1]
+        require_memory(16 * n * n, self.device, what=f"The full {n:,} × {n:,} matrix", instead="Use the rows.")
+        rows = self.rows.double()
+        matrix = rows.T @ rows
+        matrix.diagonal().add_(self.discarded)
+        return matrix
+
+    def __add__(self, other: LowRankSum) -> LowRankSum:
+        rank = max(self.rank, other.rank)
+        # A sum is as rough as its roughest part, like the products that it is used with (`Information`).
+        dtype = min(self.rows.dtype, other.rows.dtype, key=lambda kind: kind.itemsize)
+        size = min(rank, len(self.rows) + len(other.rows))
+        out = torch.empty(size, self.rows.shape[1], dtype=dtype, device=self.device)
+        count, delta = compress(self.rows.to(dtype), other.rows.to(dtype), rank, out)
+        return LowRankSum(out[:count], self.diagonal + other.diagonal, self.bound + other.bound + delta, rank)
+
+    def __sub__(self, other: LowRankSum) -> LowRankSum:
+        raise ForgetError(
+            "A low-rank sketch cannot forget: what was discarded to make room cannot be put back. Collect the "
+            "information of the data that remain, or use an exact structure."
+        )
+
+    def __mul__(self, factor: float) -> LowRankSum:
+        return LowRankSum(self.rows * factor**0.5, self.diagonal * factor, self.bound * factor, self.rank)
+
+    def to(self, device: torch.device) -> LowRankSum:
+        return replace(self, rows=self.rows.to(device), diagonal=self.diagonal.to(device))
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> LowRankFactor:
+        """D, Q and s. No jitter is ever needed (`limit`): the precision is D plus a Gram matrix."""
+        precision = prior_precision + self.discarded
+        return LowRankFactor(precision, *orthogonalised(self.rows, precision.rsqrt()))
+
+
+class LowRankAccumulator:
+    """Adds up batches; private to one pass over the data, and the only thing here that changes."""
+
+    def __init__(
+        self,
+        network: Network,
+        selection: Selection,
+        fisher: Fisher,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        number = whole_number(rank)
+        if number is None or number < 1:
+            raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
+        n = selection.n_parameters
+        number = min(number, n)
+        self.network, self.selection, self.fisher = network, selection, fisher
+        self.sketch = FrequentDirections(n, number, dtype, device)
+        self.is_finite = True
+
+    def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
+        """Add the rows Rᵀ J of a prepared batch, and return its logits. No J is formed: R is pulled back itself."""
+        logits = self.network.logits(batch)
+        if not bool(torch.isfinite(logits).all()):
+            # The caller, who looks at the logits too, may know better what is wrong, and comes first.
+            self.is_finite = False
+            return logits
+        vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
+        size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
+        device = logits.device
+        at_once = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))
+        samples, step = max(1, at_once // columns), min(at_once, columns)
+        for start in range(0, size, samples):
+            part = batch.rows(start, min(start + samples, size))
+            for column in range(0, columns, step):
+                few = vectors[start : start + samples, column : column + step]
+                self.sketch.add(pulled_back(self.network, self.selection, part, few).flatten(0, 1))
+        return logits
+
+    def finish(self) -> LowRankSum:
+        if not self.is_finite:
+            raise ModelError("The model returned NaN or infinite logits; expected finite ones. Check its weights.")
+        rows = self.sketch.finish()
+        return LowRankSum(rows, self.sketch.diagonal, self.sketch.bound, self.sketch.rank)
+
+
+def fisher_columns(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "B M c"]:
+    """R with R Rᵀ = Λ in as few columns as there can be: M−1 for `ggn`, in float64.
+
+    Λ = diag √f (I − √f √fᵀ) diag √f, and the middle is the projection on √f⊥, for which the Householder reflection
+    that takes e₁ to −√f has an orthonormal basis: all its columns but the first, I − v vᵀ/(1 + √f₁), v = √f + e₁.
+    """
+    if fisher == "eta":
+        return fisher_root(logits, fisher)
+    root = torch.softmax(logits.double(), 1).sqrt()
+    normal = root.clone()
+    normal[:, 0] += 1
+    reflection = -normal[:, :, None] * (normal / normal[:, :1])[:, None, :]
+    reflection.diagonal(dim1=1, dim2=2).add_(1)
+    return root[:, :, None] * reflection[:, :, 1:]
+
+
+class LowRankFactor:
+    """P = (SᵀS + D)⁻¹ by D, orthonormal directions Q and their strengths s: see the top of this file."""
+
+    # The precision is D plus a Gram matrix, and can always be factorised.
+    jitter = 0.0
+
+    def __init__(
+        self,
+        precision: Float[Tensor, "n"],
+        directions: Float[Tensor, "k n"],
+        strengths: Float[Tensor, "k"],
+    ) -> None:
+        self.precision = precision
+        self.directions = directions
+        self.strengths = strengths
+        self.scale = precision.rsqrt()
+        self.factorisation = (directions, 0.0)
+
+    def can_recurse(self, rows: int) -> bool:
+        """Never: making Q anew costs less than the sketch of the rows."""
+        return False
+
+    def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
+        """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize), for some inputs whose J has been formed."""
+        return LogitGaussian.trusted(mean, self._from_jacobian(derivative.jacobian()))
+
+    def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
+        """G and T diag(1 + s)^{−½} of all frames (`_from_jacobian`), whose products add up to QᵀR Q."""
+        rows = derivative.of_rotated(rotation).jacobian().flatten(0, 1)
+        blocks = list(column_blocks(rows.shape[1], len(rows) + len(self.directions), rows.device))
+        explained = self._explained(rows, blocks, rows.dtype)
+        for block in blocks:
+            yield self._rest(rows, explained, block, rows.dtype)
+        yield explained * (1 + self.strengths).rsqrt()
+
+    def gaussian_of_batch(self, network: Network, selection: Selection, batch: Batch) -> LogitGaussian:
+        """N(ĝ, P^g) of a prepared batch in bounded memory: J of some inputs at a time, or one class after the other."""
+        logits = network.logits(batch)
+        size, classes = logits.shape
+        each = classes * selection.n_parameters * logits.element_size()
+        device = logits.device
+        step = max(1, min(_limit(ROWS, device) // classes, _limit(ROW_BYTES, device) // each))
+        identity = torch.eye(classes, dtype=logits.dtype, device=logits.device)
+        found = []
+        for start in range(0, size, step):
+            part = batch.rows(start, min(start + step, size))
+            if each > JACOBIAN_BYTES:
+                found.append(self._class_by_class(network, selection, part)[None])
+            else:
+                vectors = identity.expand(len(part), classes, classes)
+                found.append(self._from_jacobian(pulled_back(network, selection, part, vectors)))
+        return LogitGaussian.trusted(logits.to(network.dtype), torch.cat(found))
+
+    def _from_jacobian(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
+        """G Gᵀ + T diag(1/(1 + s)) Tᵀ in float64, with T = J D^{−1/2} Qᵀ and G = J D^{−1/2} − T Q.
+
+        The obvious J D⁻¹ Jᵀ − T diag(s/(1 + s)) Tᵀ is a difference of matrices that can be 10⁸ times as large as it.
+        Here what Q explains of J is taken out before it is squared: both terms are positive semi-definite whatever
+        the rounding, and a relative error ε of Q or T costs ε² of J D⁻¹ Jᵀ.
+        """
+        size, classes, n = jacobian.shape
+        rows = jacobian.reshape(-1, n)
+        dtype = torch.promote_types(rows.dtype, self.directions.dtype)
+        blocks = list(column_blocks(n, len(rows) + len(self.directions), rows.device))
+        explained = self._explained(rows, blocks, dtype)
+        total = torch.zeros(size, classes, classes, dtype=torch.float64, device=rows.device)
+        for block in blocks:
+            rest = self._rest(rows, explained, block, dtype).reshape(size, classes, -1)
+            total += rest @ rest.mT
+        half = (explained * (1 + self.strengths).rsqrt()).reshape(size, classes, -1)
+        return linalg.symmetric(total + half @ half.mT)
+
+    def _explained(self, rows: Float[Tensor, "K n"], blocks: list[slice], dtype: torch.dtype) -> Float[Tensor, "K k"]:
+        """T = J D^{−1/2} Qᵀ, summed in float64."""
+        total = torch.zeros(len(rows), len(self.directions), dtype=torch.float64, device=rows.device)
+        for block in blocks:
+            total += self._scaled(rows, block, dtype) @ self.directions[:, block].to(dtype).T
+        return total
+
+    def _rest(
+        self, rows: Float[Tensor, "K n"], explained: Float[Tensor, "K k"], block: slice, dtype: torch.dtype
+    ) -> Float[Tensor, "K b"]:
+        """Some columns of G = J D^{−1/2} − T Q."""
+        part, directions = self._scaled(rows, block, dtype), self.directions[:, block].to(dtype)
+        return torch.addmm(part, explained.to(dtype), directions, alpha=-1)
+
+    def _scaled(self, rows: Float[Tensor, "K n"], block: slice, dtype: torch.dtype) -> Float[Tensor, "K b"]:
+        return rows[:, block].to(dtype) * self.scale[block].to(dtype)
+
+    def _class_by_class(self, network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "M M"]:
+        """P^g of one input whose J is too large: columns J (P Jᵀ e_m), by one product with Jᵀ and one with J each.
+
+        Jᵀv is linear in v, and its derivative pulled back is the product with J: no forward differentiation is needed.
+        """
+        values = selection.values(network.module)
+        columns, prior_variance = [], 0.0
+        with sdpa_kernel(SDPBackend.MATH):
+            logits, pull = vjp(lambda given: network.logits(batch, given)[0], values)[:2]
+            push = vjp(lambda vector: pull(vector)[0], torch.zeros_like(logits))[1]
+            for vector in torch.eye(len(logits), dtype=logits.dtype, device=logits.device):
+                gradient = torch.cat([part.reshape(-1) for part in pull(vector)[0].values()]).to(self.directions.dtype)
+                scale = self.scale.to(gradient.dtype)
+                scaled = gradient * scale
+                prior_variance = max(prior_variance, float(scaled.double().square().sum()))
+                product = selection.unflatten((self._shrunk(scaled) * scale)[None])
+                columns.append(push({name: product[name][0].to(v.dtype) for name, v in values.items()})[0].double())
+        covariance = linalg.symmetric(torch.stack(columns, 1))
+        # Rounding of J D^{−1/2} by P^½ Jᵀ, both of them long sums.
+        largest = float(covariance.diagonal().abs().max())
+        tolerance = 100 * len(logits) * linalg.rounding(network.dtype) * (prior_variance * largest) ** 0.5
+        return without_rounding(covariance, tolerance)
+
+    def _shrunk(self, vector: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        """(I − Qᵀ diag(s/(1 + s)) Q) v; projected twice, so that nothing of Qᵀ Q v is left over from rounding."""
+        weights = self.directions @ vector
+        rest = vector - weights @ self.directions
+        rest = rest - (self.directions @ rest) @ self.directions
+        return rest + (weights.double() / (1 + self.strengths)).to(rest.dtype) @ self.directions
+
+    @property
+    def covariance(self) -> Float[Tensor, "n n"]:
+        """P in float64; refused where it cannot be held."""
+        n, device = len(self.precision), self.precision.device
+        require_memory(4 * 8 * n * n, device, what=f"A covariance of {n:,} parameters", instead="Use logits.")
+        return self._from_jacobian(torch.eye(n, dtype=torch.float64, device=device)[None])[0]
+
+    def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P): D^{−1/2} (z − Qᵀ diag(1 − 1/√(1 + s)) Q z)."""
+        weights = torch.zeros(len(normal), len(self.directions), dtype=normal.dtype, device=normal.device)
+        blocks = list(column_blocks(normal.shape[1], len(normal) + len(self.directions), normal.device))
+        for block in blocks:
+            weights += normal[:, block] @ self.directions[:, block].to(normal.dtype).T
+        weights *= 1 - (1 + self.strengths).rsqrt().to(normal.dtype)
+        drawn = torch.empty_like(normal)
+        for block in blocks:
+            rest = torch.addmm(normal[:, block], weights, self.directions[:, block].to(normal.dtype), alpha=-1)
+            drawn[:, block] = rest * self.scale[block].to(normal.dtype)
+        return drawn
+
+    def log_determinant_of_precision(self) -> float:
+        """ln det(D + SᵀS) = Σ ln D + Σ ln(1 + s)."""
+        return float(self.precision.log().sum() + self.strengths.log1p().sum())
+
+    def to(self, device: torch.device) -> LowRankFactor:
+        return LowRankFactor(self.precision.to(device), self.directions.to(device), self.strengths.to(device))
+
+
+def pulled_back(
+    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
+) -> Float[Tensor, "B c n"]:
+    """vᵀJ for c vectors of each sample, by products that go through that sample alone and never form J."""
+    if not batch.can_be_mapped:
+        return _one_by_one(network, selection, batch, vectors)
+    try:
+        return _vectorised(network, selection, batch, vectors)
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise ModelError(RANDOM_IN_EVAL) from error
+        # An operation without a batching rule. If the model itself is at fault, the plain loop raises its own error.
+        return _one_by_one(network, selection, batch, vectors)
+
+
+def _vectorised(
+    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
+) -> Float[Tensor, "B c n"]:
+    size = len(batch)
+    values = selection.values(network.module)
+
+    def single(sample: list[Tensor], cotangents: Tensor) -> dict[str, Tensor]:
+        back = vjp(lambda given: network.logits(batch.with_sample(sample), given)[0], values)[1]
+        gradients: dict[str, Tensor] = vmap(back)(cotangents)[0]
+        return gradients
+
+    # Fused attention kernels have no batching rule for their derivative; the plain formula has.
+    with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
+        parts = vmap(single)(batch.over_samples(), vectors)
+    rows = vectors.new_empty(size, vectors.shape[1], selection.n_parameters)
+    for name, where in selection.slices().items():
+        # `flatten(2)` would refuse the derivative by a parameter without dimensions, which has no third one.
+        rows[:, :, where] = parts.pop(name).reshape(*rows.shape[:2], -1)
+    return rows
+
+
+def _one_by_one(
+    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
+) -> Float[Tensor, "B c n"]:
+    rows = vectors.new_zeros(len(batch), vectors.shape[1], selection.n_parameters)
+    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
+    with torch.enable_grad():
+        for index in range(len(batch)):
+            logits = network.logits(batch.rows(index, index + 1), values)[0]
+            if not logits.requires_grad:
+                continue
+            for column, vector in enumerate(vectors[index]):
+                gradients = torch.autograd.grad(
+                    logits, list(values.values()), vector, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+                rows[index, column] = torch.cat([part.reshape(-1) for part in gradients])
+    return rows

@@ -1,0 +1,1 @@
+"""How the logits depend on the parameters: Jacobians, layer by layer or as terms V ⊗ hᵀ."""

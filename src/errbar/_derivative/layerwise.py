@@ -1,0 +1,294 @@
+"""Derivatives layer by layer, from one pass through the network and one backward pass for each logit.
+
+A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.shared`), a norm layer
+its Jacobian (`_derivative.norms`); every other parameter (embeddings, convolutions in groups, weights that are used
+elsewhere too) gives plain Jacobians, each sample by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic, rounding_of
+from errbar._derivative.norms import NormLayer, norm_layers
+from errbar._derivative.shared import Part, SharedFactor, SharedLayer, gathered, scatter_, shared_layers
+from errbar._derivative.trace import Trace, UnlikeFirstBatchError, class_seeds, record
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+
+_PART_BYTES, _MOST_PART_BYTES = 2**27, 2**32
+
+
+@dataclass(frozen=True, eq=False)
+class LayerwiseDerivative:
+    """J of B samples: `factors` of the layers, and the columns `explicit` of all other parameters."""
+
+    n_parameters: int
+    factors: tuple[SharedFactor, ...]
+    rest: Part
+    explicit: Float[Tensor, "B M k"]
+
+    def jacobian(self) -> Float[Tensor, "B M n"]:
+        if not self.factors:
+            return self.explicit
+        whole = self.explicit.new_zeros(*self.explicit.shape[:2], self.n_parameters)
+        for factor in self.factors:
+            scatter_(whole, factor.layer, factor.jacobian())
+        self.rest.put_(whole, self.explicit)
+        return whole
+
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> LayerwiseDerivative:
+        """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
+        factors = tuple(factor.of_rotated(rotation) for factor in self.factors)
+        return LayerwiseDerivative(self.n_parameters, factors, self.rest, rotation.mT @ self.explicit)
+
+    def to(self, dtype: torch.dtype) -> LayerwiseDerivative:
+        factors = tuple(factor.to(dtype) for factor in self.factors)
+        return LayerwiseDerivative(self.n_parameters, factors, self.rest, self.explicit.to(dtype))
+
+    @staticmethod
+    def concatenated(parts: Sequence[LayerwiseDerivative]) -> LayerwiseDerivative:
+        """The samples of several, one after the other."""
+        first = parts[0]
+        if any(len(part.factors) != len(first.factors) for part in parts):
+            whole = torch.cat([part.jacobian() for part in parts])
+            return LayerwiseDerivative(first.n_parameters, (), Part(((0, first.n_parameters),)), whole)
+        factors = tuple(SharedFactor.concatenated(same) for same in zip(*(part.factors for part in parts), strict=True))
+        explicit = torch.cat([part.explicit for part in parts])
+        return LayerwiseDerivative(first.n_parameters, factors, first.rest, explicit)
+
+
+@dataclass(frozen=True)
+class LayerwiseRoute:
+    """Which layers are taken apart, which norms give Jacobians with them, and which parameters (`rest`) go alone.
+
+    `rest_part` are the parameters of the norms and of the rest together, `rest_starts` where the latter begin in the
+    flat vector. `inner_size` and `outer_size` are the numbers that h_t and V_t of one sample and one logit have in all
+    layers, the latter with those of the widest derivative on the way back.
+    """
+
+    n_parameters: int
+    n_classes: int
+    layers: tuple[SharedLayer, ...]
+    norms: tuple[NormLayer, ...]
+    rest: Selection
+    rest_starts: tuple[int, ...]
+    rest_part: Part
+    inner_size: int
+    outer_size: int
+
+    @staticmethod
+    def plan(network: Network, selection: Selection, batch: Batch) -> LayerwiseRoute:
+        """Decide by what the layers are and by what they do with the first samples."""
+        few = batch.rows(0, 2)
+        require_deterministic(network, few)
+        trace, layers, norms = _taken_apart(network, selection, few)
+        inner_size = outer_size = widest = 0
+        for layer in layers:
+            for call in trace.calls[layer.name]:
+                numbers = call.passed_on[0].numel()
+                inner_size += numbers // layer.outputs * layer.width
+                if not trace.returns_logits(layer.name):
+                    outer_size, widest = outer_size + numbers, max(widest, numbers)
+        for norm in norms:
+            widest = max(widest, *(call.passed_on[0].numel() for call in trace.calls[norm.name]))
+        outer_size += widest
+        return LayerwiseRoute.of(selection, trace.logits.shape[1], layers, norms, inner_size, outer_size)
+
+    @staticmethod
+    def of(
+        selection: Selection,
+        n_classes: int,
+        layers: tuple[SharedLayer, ...],
+        norms: tuple[NormLayer, ...] = (),
+        inner_size: int = 0,
+        outer_size: int = 0,
+    ) -> LayerwiseRoute:
+        """By the layers that are taken apart and the norms; all other parameters take plain Jacobians."""
+        starts = {name: where.start for name, where in selection.slices().items()}
+        covered = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
+        normed = {start for norm in norms for _, start in norm.spans}
+        every = zip(selection.names, selection.shapes, strict=True)
+        shapes = {name: shape for name, shape in every if starts[name] not in covered}
+        rest = {name: shape for name, shape in shapes.items() if starts[name] not in normed}
+        return LayerwiseRoute(
+            selection.n_parameters,
+            n_classes,
+            layers,
+            norms,
+            Selection(tuple(rest), tuple(rest.values())),
+            tuple(starts[name] for name in rest),
+            Part.of(selection, shapes),
+            inner_size,
+            outer_size,
+        )
+
+    def samples_at_a_time(self, device: torch.device) -> int:
+        """For how many samples the derivatives stay within a fixed number of bytes."""
+        numbers = self.inner_size + self.n_classes * (self.outer_size + len(self.rest_part))
+        if self.layers and not self.inner_size:
+            numbers = self.n_classes * self.n_parameters  # a file that does not know
+        return _rows(numbers, device)
+
+    def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
+        """The batch in parts of so many samples."""
+        return batch.parts(self.samples_at_a_time(device))
+
+    def traced(self, network: Network, batch: Batch) -> Iterator[tuple[Batch, Trace]]:
+        """The batch in parts, each run through the network, for derivatives of some seeds at a time."""
+        numbers = self.inner_size + 2 * self.outer_size + self.n_classes * len(self.rest_part)
+        for part in batch.parts(_rows(numbers, network.device)):
+            yield part, self._trace(network, part)
+
+    def seeds_at_a_time(self, size: int, device: torch.device) -> int:
+        """For how many seeds the derivatives of `size` samples stay within the same number of bytes."""
+        return min(self.n_classes, max(1, part_bytes(device.type) // (8 * max(1, size * self.outer_size))))
+
+    def differentiate(self, network: Network, batch: Batch) -> tuple[Float[Tensor, "B M"], LayerwiseDerivative]:
+        """The logits of a prepared batch and their derivative, both in the network's own dtype."""
+        trace = self._trace(network, batch)
+        logits = trace.logits.detach()
+        names = self.differentiated(trace)
+        derivatives = trace.derivatives(names, class_seeds(logits)) if names else {}
+        factors = [layer.factor(trace.calls[layer.name], derivatives.get(layer.name)) for layer in self.layers]
+        columns = [(where, part.transpose(0, 1)) for where, part in self.of_norms(derivatives)]
+        columns += self.of_rest(network, batch)
+        # Under autocast the logits may have a smaller dtype than derivatives.
+        dtype = reduce(torch.promote_types, (part.dtype for _, part in columns), logits.dtype)
+        explicit = torch.empty(*logits.shape, len(self.rest_part), dtype=dtype, device=logits.device)
+        for where, part in columns:
+            explicit[..., where] = part
+        return logits, LayerwiseDerivative(self.n_parameters, tuple(factors), self.rest_part, explicit)
+
+    def differentiated(self, trace: Trace) -> list[str]:
+        """The layers and norms that take a backward pass."""
+        between = [layer.name for layer in self.layers if not trace.returns_logits(layer.name)]
+        return between + [norm.name for norm in self.norms]
+
+    def of_norms(self, derivatives: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[slice, Float[Tensor, "k B c"]]]:
+        """What `Trace.derivatives` holds of the norms, and where among `rest_part` it belongs."""
+        for norm in self.norms:
+            columns = torch.stack(tuple(derivatives[norm.name])).sum(0)
+            for where, start in norm.spans:
+                yield self._where(start, where.stop - where.start), columns[..., where]
+
+    def of_rest(self, network: Network, batch: Batch) -> Iterator[tuple[slice, Float[Tensor, "B M c"]]]:
+        """Jacobians by the parameters that neither a layer nor a norm holds, and where among `rest_part` they go."""
+        if self.rest.names:
+            made = jacobians(network, self.rest, batch)
+            for name, start in zip(self.rest.names, self.rest_starts, strict=True):
+                where = self.rest.slices()[name]
+                yield self._where(start, where.stop - where.start), made[..., where]
+
+    def _where(self, start: int, size: int) -> slice:
+        first = self.rest_part.index(start)
+        return slice(first, first + size)
+
+    def _trace(self, network: Network, batch: Batch) -> Trace:
+        trace = _traced(network, batch, self.layers, self.norms)
+        every: tuple[SharedLayer | NormLayer, ...] = (*self.layers, *self.norms)
+        for layer in every:
+            if not layer.accepts(trace.calls[layer.name], len(batch)):
+                raise UnlikeFirstBatchError.of(layer.name)
+        return trace
+
+
+def _rows(numbers: int, device: torch.device) -> int:
+    """How many samples have no more than the fixed number of bytes, at so many numbers each."""
+    return max(1, part_bytes(device.type) // (8 * max(1, numbers)))
+
+
+def part_bytes(kind: str) -> int:
+    """What is made of a part of a batch stays within so many bytes on a device of this kind ("cpu", "cuda").
+
+    A GPU wants parts that are as large as it can hold without being felt: each of them starts thousands of kernels.
+    """
+    if kind == "cuda" and torch.cuda.is_available():
+        return min(_MOST_PART_BYTES, int(torch.cuda.get_device_properties().total_memory) // 16)
+    return _PART_BYTES
+
+
+def _traced(network: Network, batch: Batch, layers: Sequence[SharedLayer], norms: Sequence[NormLayer]) -> Trace:
+    return record(network, [layer.name for layer in layers], batch, {norm.name: norm.probe for norm in norms})
+
+
+def _taken_apart(
+    network: Network, selection: Selection, batch: Batch
+) -> tuple[Trace, tuple[SharedLayer, ...], tuple[NormLayer, ...]]:
+    """The layers and norms for which vector-Jacobian products are what differentiating the whole model gives.
+
+    What is left out changes how the others are traced, so these are checked again without it.
+    """
+    layers, norms = tuple(shared_layers(network, selection)), tuple(norm_layers(network, selection))
+    truth = pulled_back_by_the_whole_model(network, selection, batch)
+    while True:
+        trace = _traced(network, batch, layers, norms)
+        checked = _Agreement.of(trace, (*layers, *norms), *truth)
+        kept = tuple(filter(checked.of_layer, layers)), tuple(filter(checked.of_norm, norms))
+        if kept == (layers, norms):
+            return trace, layers, norms
+        layers, norms = kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Agreement:
+    """Whether v_nᵀJ_n by the derivatives of a trace is Σ_n v_nᵀJ_n of the whole model, `truth`.
+
+    There is one seed for each sample: what the others have of its derivative shows inputs that do not run over samples.
+    """
+
+    trace: Trace
+    seeds: Float[Tensor, "B B M"]
+    derivatives: dict[str, list[Tensor]]
+    truth: Float[Tensor, "n"]
+    tolerance: float
+
+    @staticmethod
+    def of(
+        trace: Trace,
+        candidates: Sequence[SharedLayer | NormLayer],
+        vectors: Float[Tensor, "B M"],
+        truth: Float[Tensor, "n"],
+        tolerance: float,
+    ) -> _Agreement:
+        size = len(vectors)
+        seeds = torch.eye(size).to(vectors)[:, :, None] * vectors
+        accepted = [layer.name for layer in candidates if layer.accepts(trace.calls[layer.name], size)]
+        try:
+            derivatives = trace.derivatives(accepted, seeds)
+        except RuntimeError:
+            derivatives = {}
+            for name in accepted:
+                # Fails where activations are computed again on the way back, without what the trace has added.
+                with suppress(RuntimeError):
+                    derivatives |= trace.derivatives([name], seeds)
+        # Under autocast inside the model, layers compute in another dtype than their parameters and the logits have.
+        outputs = [call.passed_on.dtype for layer in candidates for call in trace.calls[layer.name]]
+        return _Agreement(trace, seeds, derivatives, truth, max(tolerance, rounding_of(truth.dtype, *outputs)))
+
+    def of_layer(self, layer: SharedLayer) -> bool:
+        if layer.name not in self.derivatives:
+            return False
+        outer = [self.seeds] if self.trace.returns_logits(layer.name) else self.derivatives[layer.name]
+        made = layer.factor(self.trace.calls[layer.name], outer).to(torch.float64).jacobian()
+        return self._agrees(made.diagonal().sum(-1), gathered(layer, self.truth))
+
+    def of_norm(self, norm: NormLayer) -> bool:
+        if norm.name not in self.derivatives:
+            return False
+        made = torch.stack(self.derivatives[norm.name]).sum(0)
+        expected = torch.cat([self.truth[start : start + w.stop - w.start] for w, start in norm.spans])
+        return self._agrees(made.diagonal().sum(-1), expected)
+
+    def _agrees(self, made: Tensor, expected: Float[Tensor, "..."]) -> bool:
+        # A layer with hardly any derivative is compared on the scale of the others: the rest of it is rounding.
+        scale = float(expected.norm()) + 1e-2 * float(self.truth.norm())
+        return float((made.double() - expected).norm()) <= self.tolerance * scale

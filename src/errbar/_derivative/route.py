@@ -1,0 +1,168 @@
+"""∂g(x; θ)/∂θ_r of a batch: in factored form where the layers allow it, as Jacobians of each sample where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic
+from errbar._derivative.layerwise import LayerwiseRoute
+from errbar._derivative.trace import Factor, LinearLayer, UnlikeFirstBatchError, capture, linear_layers
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+
+# Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
+JACOBIAN_BYTES = {"cpu": 2**27, "cuda": 2**30}
+# Samples that are differentiated at a time where no Jacobian is formed.
+FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
+
+
+@dataclass(frozen=True, eq=False)
+class Derivative:
+    """J of B samples: a sum of terms V ⊗ hᵀ (`factors`), or the matrices themselves (`explicit`)."""
+
+    n_parameters: int
+    n_classes: int
+    factors: tuple[Factor, ...] | None
+    explicit: Float[Tensor, "B M n"] | None
+
+    def jacobian(self) -> Float[Tensor, "B M n"]:
+        """J itself, whichever way it is held."""
+        if self.explicit is not None:
+            return self.explicit
+        assert self.factors is not None
+        return _assembled(self.factors, self.n_parameters, self.n_classes)
+
+    @staticmethod
+    def concatenated(parts: list[Derivative]) -> Derivative:
+        """The samples of several, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        if all(part.factors is not None and len(part.factors) == 1 for part in parts):
+            factors = [part.factors[0] for part in parts if part.factors is not None]
+            outer = [factor.outer for factor in factors if factor.outer is not None]
+            inner = torch.cat([factor.inner for factor in factors])
+            joined = Factor(factors[0].layer, inner, torch.cat(outer) if outer else None)
+            return Derivative(first.n_parameters, first.n_classes, (joined,), None)
+        explicit = torch.cat([part.jacobian() for part in parts])
+        return Derivative(first.n_parameters, first.n_classes, None, explicit)
+
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> Derivative:
+        """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
+        factors = None if self.factors is None else tuple(factor.of_rotated(rotation) for factor in self.factors)
+        explicit = None if self.explicit is None else rotation.mT @ self.explicit
+        return Derivative(self.n_parameters, self.n_classes, factors, explicit)
+
+    def to(self, dtype: torch.dtype) -> Derivative:
+        factors = None if self.factors is None else tuple(factor.to(dtype) for factor in self.factors)
+        explicit = None if self.explicit is None else self.explicit.to(dtype)
+        return Derivative(self.n_parameters, self.n_classes, factors, explicit)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to differentiate: by the terms of these linear layers, or by Jacobians that are made layer by layer.
+
+    `identity` where all that is selected is one linear layer whose output are the logits themselves.
+    """
+
+    layers: tuple[LinearLayer, ...]
+    identity: bool = False
+    by_layer: LayerwiseRoute | None = None
+
+    @staticmethod
+    def plan(network: Network, selection: Selection, batch: Batch) -> Route:
+        """Decide by what the layers are and, for tokens, by what the first batch shows is cheaper."""
+        layers = tuple(linear_layers(network, selection))
+        few = batch.rows(0, 2)
+        require_deterministic(network, few)
+        if sum(layer.outputs * layer.width for layer in layers) == selection.n_parameters:
+            logits, terms = capture(network, layers, few)
+            factors = [factor for part in (terms or {}).values() for factor in part]
+            if (
+                terms is not None
+                and _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
+                and _agrees(network, selection, layers, terms, few)
+            ):
+                return Route(layers, identity=len(factors) == 1 and factors[0].outer is None)
+        return Route((), by_layer=LayerwiseRoute.plan(network, selection, batch))
+
+    @property
+    def factored(self) -> bool:
+        """Whether no Jacobian is formed."""
+        return self.by_layer is None
+
+    def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
+        """The batch in parts that keep what is made of them within a fixed number of bytes."""
+        size = FACTORED_ROWS.get(device.type, FACTORED_ROWS["cpu"])
+        if self.by_layer is not None:
+            numbers = self.by_layer.n_classes * self.by_layer.n_parameters
+            limit = JACOBIAN_BYTES.get(device.type, JACOBIAN_BYTES["cpu"])
+            size = min(max(1, limit // (8 * numbers)), self.by_layer.samples_at_a_time(device))
+        return batch.parts(size)
+
+
+def differentiate(
+    network: Network, selection: Selection, route: Route, batch: Batch
+) -> tuple[Float[Tensor, "B M"], Derivative]:
+    """The logits of a prepared batch and their derivative, both in the network's own dtype."""
+    n = selection.n_parameters
+    if route.by_layer is None:
+        logits, terms = capture(network, route.layers, batch)
+        if terms is not None:
+            factors = tuple(factor for part in terms.values() for factor in part)
+            return logits, Derivative(n, logits.shape[1], factors, None)
+    else:
+        try:
+            logits, made = route.by_layer.differentiate(network, batch)
+            return logits, Derivative(n, logits.shape[1], None, made.jacobian())
+        except UnlikeFirstBatchError:
+            logits = network.logits(batch)
+    # Layers are called in another way than by the first batch: each sample by itself, whatever they do.
+    return logits, Derivative(n, logits.shape[1], None, jacobians(network, selection, batch))
+
+
+def _agrees(
+    network: Network,
+    selection: Selection,
+    layers: tuple[LinearLayer, ...],
+    terms: dict[str, list[Factor]],
+    batch: Batch,
+) -> bool:
+    """Whether one vector-Jacobian product by the terms is what differentiating the whole model gives."""
+    vectors, truth, tolerance = pulled_back_by_the_whole_model(network, selection, batch)
+    made = torch.zeros_like(truth)
+    covered = torch.zeros_like(truth, dtype=torch.bool)
+    for layer in layers:
+        total = sum(factor.pulled_back(vectors) for factor in terms[layer.name])
+        positions = layer.positions().to(truth.device)
+        made[positions] = torch.as_tensor(total).double()
+        covered[positions] = True
+    return float((made - truth)[covered].norm()) <= tolerance * float(truth[covered].norm())
+
+
+def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:
+    """The sum of the terms, each where its layer lies in the flat vector."""
+    first = factors[0].inner
+    explicit = first.new_zeros(len(first), classes, n)
+    for factor in factors:
+        term, layer = factor.jacobian(), factor.layer
+        if layer.weight is not None:
+            explicit[:, :, layer.weight] += layer.as_flat(term[..., : layer.inputs])
+        if layer.bias is not None:
+            explicit[:, :, layer.bias] += term[..., -1]
+    return explicit
+
+
+def _factors_are_cheaper(factors: list[Factor], n: int, classes: int) -> bool:
+    """Multiplications a sample: all pairs of terms, a quarter where both are the same, against M n² for Jacobians."""
+    sizes = [factor.layer.outputs * factor.layer.width for factor in factors]
+    total = sum(sizes)
+    squares = sum(size**2 for size in sizes)
+    return squares / 4 + (total**2 - squares) / 2 <= classes * n**2

@@ -1,0 +1,288 @@
+"""Layers whose weight is used several times for one sample: convolutions, and linear layers applied to tokens.
+
+With h_t the inputs of the T uses (patches of an image, tokens; a 1 appended for the bias) and V_t = ∂g/∂a_t, the
+Jacobian of the layer is
+    J = Σ_t V_t ⊗ h_tᵀ,
+for T = 1 that of a plain linear layer. A convolution is a linear layer that is applied to patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from errbar._derivative.trace import Call, Factor, LinearLayer, linear_shape, own_parameters
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+
+# Jacobians of one layer of so many bytes are made at a time.
+JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some entries of the flat parameter vector, as few stretches (start, stop) of it as possible."""
+
+    spans: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(selection: Selection, names: Collection[str]) -> Part:
+        """The entries of some of the selected parameters."""
+        spans: list[tuple[int, int]] = []
+        for name, where in selection.slices().items():
+            if name in names and spans and spans[-1][1] == where.start:
+                spans[-1] = (spans[-1][0], where.stop)
+            elif name in names:
+                spans.append((where.start, where.stop))
+        return Part(tuple(spans))
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def positions(self, device: torch.device) -> Int[Tensor, "k"]:
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans])
+
+    def take(self, vectors: Float[Tensor, "*B n"]) -> Float[Tensor, "*B k"]:
+        """These entries of flat vectors."""
+        parts = [vectors[..., start:stop] for start, stop in self.spans] or [vectors[..., :0]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def put_(self, vectors: Float[Tensor, "*B n"], values: Float[Tensor, "*B k"]) -> None:
+        """Set these entries of flat vectors, in place."""
+        first = 0
+        for start, stop in self.spans:
+            vectors[..., start:stop] = values[..., first : first + stop - start]
+            first += stop - start
+
+    def index(self, position: int) -> int:
+        """Where an entry of the flat vector lies among these entries."""
+        before = 0
+        for start, stop in self.spans:
+            if start <= position < stop:
+                return before + position - start
+            before += stop - start
+        raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class Patches:
+    """How a convolution takes its patches: by (height, width), with `padding` and `mode` of `nn.functional.pad`."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    mode: str
+
+    @staticmethod
+    def of(part: nn.Conv1d | nn.Conv2d) -> Patches:
+        """A convolution over one dimension is one over images of height one."""
+
+        def pair(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return (1, *sizes) if len(sizes) == 1 else tuple(sizes)
+
+        mode = "constant" if part.padding_mode == "zeros" else part.padding_mode
+        padding = tuple(part._reversed_padding_repeated_twice)
+        return Patches(pair(part.kernel_size), pair(part.stride), pair(part.dilation), padding, mode)
+
+    def unfolded(self, inputs: Float[Tensor, "B c *size"]) -> Float[Tensor, "B T q"]:
+        """The patches, each in the order of a row of the weight: channel, height, width."""
+        padded = F.pad(inputs, self.padding, mode=self.mode) if any(self.padding) else inputs
+        images = padded[:, :, None] if padded.ndim == 3 else padded
+        patches: Tensor = F.unfold(images, self.kernel, self.dilation, 0, self.stride)
+        return patches.mT
+
+
+@dataclass(frozen=True)
+class SharedLayer(LinearLayer):
+    """A linear layer, or with `patches` a convolution, whose weight (d, channels, height, width) is d rows of q."""
+
+    patches: Patches | None = None
+
+    def accepts(self, calls: Sequence[Call], size: int) -> bool:
+        """Whether it was called, and every input runs over the samples and is no single one without that dimension."""
+
+        def fits(inputs: Tensor) -> bool:
+            if inputs.is_nested or inputs.ndim < 2 or len(inputs) != size:
+                return False
+            return self.patches is None or inputs.ndim == 2 + len(self.patches.padding) // 2
+
+        return bool(calls) and all(fits(call.inputs) for call in calls)
+
+    def inner(self, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "B T p"]:
+        """h_t of one call."""
+        if self.patches is not None:
+            return self.augmented(self.patches.unfolded(inputs))
+        return self.augmented(inputs.reshape(len(inputs), -1, self.inputs))
+
+    def outer(self, derivative: Float[Tensor, "k B ..."]) -> Float[Tensor, "B k d T"]:
+        """V_t of one call, from the derivative by its output."""
+        if self.patches is not None:
+            return derivative.flatten(3).transpose(0, 1)
+        k, size = derivative.shape[:2]
+        return derivative.reshape(k, size, -1, self.outputs).permute(1, 0, 3, 2)
+
+    def factor(self, calls: Sequence[Call], derivatives: Sequence[Tensor] | None) -> SharedFactor:
+        """J from all calls of the layer; `derivatives` is None where the layer returns the logits themselves."""
+        inner = torch.cat([self.inner(call.inputs) for call in calls], 1)
+        if derivatives is None:
+            return SharedFactor(self, inner, None)
+        outer = torch.cat([self.outer(part) for part in derivatives], 3)
+        # Under autocast the output, and the derivative by it, has another dtype than the input.
+        return SharedFactor(self, inner, outer).to(torch.promote_types(inner.dtype, outer.dtype))
+
+
+def shared_layers(network: Network, selection: Selection) -> list[SharedLayer]:
+    """Linear layers, and convolutions in one group over one or two dimensions, whose parameters are theirs alone."""
+    found = []
+    for name, part, where in own_parameters(network, selection):
+        starts = (where.get("weight"), where.get("bias"))
+        shape = linear_shape(part)
+        if shape is not None:
+            found.append(SharedLayer(name, *shape[:2], *starts, shape[2]))
+        elif isinstance(part, (nn.Conv1d, nn.Conv2d)) and part.groups == 1:
+            plain = nn.Conv1d if isinstance(part, nn.Conv1d) else nn.Conv2d
+            # A subclass with a forward of its own may do anything.
+            if type(part).forward is plain.forward:
+                inputs = part.in_channels * int(torch.Size(part.kernel_size).numel())
+                found.append(SharedLayer(name, part.out_channels, inputs, *starts, patches=Patches.of(part)))
+    return found
+
+
+def gathered(layer: LinearLayer, vectors: Float[Tensor, "*K n"]) -> Float[Tensor, "*K d p"]:
+    """The entries of flat vectors that belong to a layer, as (output i, entry a of h)."""
+    parts = []
+    if layer.weight is not None:
+        parts.append(layer.as_rows(vectors[..., layer.weight]))
+    if layer.bias is not None:
+        parts.append(vectors[..., layer.bias][..., None])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def scatter_(vectors: Float[Tensor, "*K n"], layer: LinearLayer, values: Float[Tensor, "*K d p"]) -> None:
+    """The inverse of `gathered`, in place."""
+    if layer.weight is not None:
+        vectors[..., layer.weight] = layer.as_flat(values[..., : layer.inputs])
+    if layer.bias is not None:
+        vectors[..., layer.bias] = values[..., -1]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedFactor:
+    """J = Σ_t V_t ⊗ h_tᵀ of one layer, for B samples; `outer` is None where T = 1 and V is the identity.
+
+    Its covariances are for parameters that are independent, with variances v_ia: for T = 1, V diag(Σ_a v_ia h_a²) Vᵀ.
+    """
+
+    layer: LinearLayer
+    inner: Float[Tensor, "B T p"]
+    outer: Float[Tensor, "B M d T"] | None
+
+    def to(self, dtype: torch.dtype) -> SharedFactor:
+        return SharedFactor(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
+
+    @property
+    def is_single(self) -> bool:
+        """Whether T = 1."""
+        return self.inner.shape[1] == 1
+
+    @staticmethod
+    def concatenated(parts: Sequence[SharedFactor]) -> SharedFactor:
+        """The samples of several, one after the other."""
+        outer = [part.outer for part in parts if part.outer is not None]
+        inner = torch.cat([part.inner for part in parts])
+        return SharedFactor(parts[0].layer, inner, torch.cat(outer) if outer else None)
+
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> SharedFactor:
+        """The derivative of Qᵀg in place of g."""
+        if self.outer is None:
+            outer = rotation.mT[None, :, :, None].expand(len(self.inner), -1, -1, 1)
+        else:
+            outer = torch.einsum("mk,bmdt->bkdt", rotation, self.outer)
+        return SharedFactor(self.layer, self.inner, outer)
+
+    def rotated(self, outer_basis: Float[Tensor, "d d"], inner_basis: Float[Tensor, "p p"]) -> SharedFactor:
+        """J for parameters in other bases: W = outer_basis W̃ inner_basisᵀ."""
+        if self.outer is None:
+            outer = outer_basis[None, :, :, None].expand(len(self.inner), -1, -1, 1)
+        else:
+            outer = outer_basis.T @ self.outer
+        return SharedFactor(self.layer, self.inner @ inner_basis, outer)
+
+    def pieces(self) -> Iterator[tuple[slice, Float[Tensor, "b M d p"]]]:
+        """J itself, for some samples at a time."""
+        assert self.outer is not None
+        size, classes, d, _ = self.outer.shape
+        p = self.inner.shape[2]
+        limit = JACOBIAN_BYTES.get(self.inner.device.type, 2**25)
+        rows = max(1, limit // (classes * d * p * self.inner.element_size()))
+        for start in range(0, size, rows):
+            part = slice(start, min(start + rows, size))
+            made = self.outer[part].flatten(1, 2) @ self.inner[part]
+            yield part, made.unflatten(1, (classes, d))
+
+    def jacobian(self) -> Float[Tensor, "B M d p"]:
+        if self.outer is None:
+            return Factor(self.layer, self.inner[:, 0], None).jacobian()
+        return torch.cat([made for _, made in self.pieces()])
+
+    def output_variance(self, variances: Float[Tensor, "d p"]) -> Float[Tensor, "B d"]:
+        """Var a_i = Σ_a v_ia h_a², of a layer that is used once."""
+        return self.inner[:, 0].square() @ variances.T
+
+    def covariance(self, variances: Float[Tensor, "d p"]) -> Float[Tensor, "B M M"]:
+        """J diag(v) Jᵀ of each sample."""
+        if self.outer is None:
+            return torch.diag_embed(self.output_variance(variances))
+        if self.is_single:
+            half = self.outer[..., 0] * self.output_variance(variances).sqrt()[:, None, :]
+            return half @ half.mT
+        deviations = variances.sqrt()
+        halves = ((made * deviations).flatten(2) for _, made in self.pieces())
+        return torch.cat([half @ half.mT for half in halves])
+
+    def joint_halves(self, variances: Float[Tensor, "d p"]) -> Iterator[Float[Tensor, "BM d"]]:
+        """J diag(√v) of all samples, one row for each logit, the columns of some outputs i or entries a at a time."""
+        assert self.outer is not None
+        deviations = variances.sqrt()
+        if self.is_single:
+            outer = self.outer[..., 0].flatten(0, 1)
+            inner = self.inner[:, 0].repeat_interleave(self.outer.shape[1], 0)
+            for a in range(inner.shape[1]):
+                yield outer * (inner[:, a, None] * deviations[:, a])
+            return
+        outer, p = self.outer, self.inner.shape[2]
+        for i in range(outer.shape[2]):
+            yield (outer[:, :, i] @ self.inner).reshape(-1, p) * deviations[i]
+
+    def joint_covariance(self, variances: Float[Tensor, "d p"]) -> Float[Tensor, "B M B M"]:
+        """J_i diag(v) J_jᵀ of all pairs of samples."""
+        if self.is_single:
+            h = self.inner[:, 0]
+            between = (h[:, None] * h[None, :]) @ variances.T
+            if self.outer is None:
+                return torch.diag_embed(between).transpose(1, 2)
+            V = self.outer[..., 0]
+            left = V[:, None] * between[:, :, None, :]
+            return (left @ V.mT[None]).transpose(1, 2)
+        half = (self.jacobian() * variances.sqrt()).flatten(2).flatten(0, 1)
+        size = len(self.inner)
+        return (half @ half.T).reshape(size, len(half) // size, size, len(half) // size)
+
+
+def shared_factors(factors: Sequence[Factor]) -> list[SharedFactor]:
+    """The terms of each layer put together."""
+    by_layer: dict[LinearLayer, list[Factor]] = {}
+    for factor in factors:
+        by_layer.setdefault(factor.layer, []).append(factor)
+    made = []
+    for layer, terms in by_layer.items():
+        outer = [term.outer for term in terms if term.outer is not None]
+        inner = torch.stack([term.inner for term in terms], 1)
+        made.append(SharedFactor(layer, inner, torch.stack(outer, 3) if outer else None))
+    return made

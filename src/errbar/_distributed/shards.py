@@ -1,0 +1,332 @@
+"""Which samples a rank reads, so that all ranks together read each of them once.
+
+| data | each rank reads | on all ranks there must be |
+|---|---|---|
+| a Dataset with a length | a contiguous part, no padding | the whole of it |
+| a DataLoader over one: in order, shuffled, or of a subset | a contiguous part, in its batches | the whole of it |
+| a DataLoader with a DistributedSampler | the sampler's samples without its padding | samplers that fit together |
+| an iterable of batches, and any other loader | all of it | a part of its own, or nothing |
+
+A loader that draws with replacement is refused. What can be noticed is noticed: ranks with data sets of different
+lengths, or first batches that are the same. `iter(loader)` is an iterable of batches, and so a part of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from errbar._base.progress import track
+from errbar._distributed.team import Team
+from errbar._model.batch import Batch, Form, Unpack, batches, count_batches
+from errbar.errors import DataError
+
+_WHOLE, _SAMPLED, _OWN = "a whole data set", "a DistributedSampler", "its own batches"
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What this rank reads, and what it tells the others about it: plain values, by which they notice a mistake."""
+
+    data: Any
+    kind: str
+    about: tuple[Any, ...] = ()
+
+
+def opened(
+    data: Any, unpack: Unpack | None, team: Team, *, title: str = "Reading", progress: bool = False
+) -> Iterator[Batch]:
+    """The batches of this rank, to be read within a step; the first one is read here. A collective call."""
+    if team.is_alone:
+        return _stream(_without_padding(data), unpack, title, progress)
+
+    def begin() -> tuple[Iterator[Batch], Shard]:
+        shard = _shard_of(data, team)
+        stream = _stream(shard.data, unpack, title, progress and team.leads)
+        first = next(stream, None)
+        if shard.kind == _OWN:
+            shard = Shard(data, _OWN, () if first is None else (_digest((first.args, first.kwargs)),))
+        return chain([] if first is None else [first], stream), shard
+
+    stream, shard = team.together(begin)
+    require_one_division(team.exchange((shard.kind, shard.about)))
+    return team.watched(stream)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A batch by which every rank plans in the same way, and how large the largest first batch of a rank is."""
+
+    batch: Batch
+    size: int
+
+
+def probe_of(first: Batch | None, team: Team) -> Probe:
+    """Two samples of the first rank that has any; of a process alone its whole first batch. A collective call.
+
+    So a rank without data learns the layers and the classes, and all ranks make sums of the same form.
+    """
+
+    def described() -> tuple[int, bool] | None:
+        return None if first is None else (len(first), _is_plain([*first.args, *first.kwargs.values()]))
+
+    told = team.exchange(team.together(described))
+    having = [rank for rank, about in enumerate(told) if about is not None]
+    if not having:
+        raise DataError("The data are empty: expected at least one batch.")
+    source, size = having[0], max(about[0] for about in told if about is not None)
+    if team.is_alone and first is not None:
+        return Probe(first, size)
+    if told[source][1]:
+
+        def call() -> tuple[tuple[Any, ...], dict[str, Any], Form] | None:
+            if team.rank != source or first is None:
+                return None
+            # Cloned, because a slice is sent together with all that it is a slice of.
+            few = first.rows(0, 2).map(lambda tensor: tensor.detach().cpu().clone())
+            return few.args, few.kwargs, few.form
+
+        args, kwargs, form = team.broadcast(team.together(call), source)
+        return Probe(Batch(args, kwargs, form=form), size)
+    if first is None or len(having) < team.size:
+        empty = next(rank for rank in range(team.size) if rank not in having)
+        raise DataError(
+            f"Rank {empty} has no data, and cannot learn the layers from a batch of rank {source}, which holds more "
+            "than tensors, numbers and text. Give each rank at least one batch, or use unpack= to pass plain arguments."
+        )
+    return Probe(first, size)
+
+
+def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    """Refuse, on all ranks alike, what is no division of one set of data; warn of what hardly is one."""
+    kinds = [kind for kind, _ in claims]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise DataError(
+                f"The data of rank 0 are {kinds[0]}, those of rank {rank} are {kind}; expected the same kind on all "
+                "ranks: the whole Dataset on each, or the rank's own batches, which may be none (an empty list)."
+            )
+    about = [told for _, told in claims]
+    if kinds[0] == _WHOLE:
+        _require_one_whole(about)
+    elif kinds[0] == _SAMPLED:
+        _require_fitting_samplers(about)
+    else:
+        digests = [told[0] for told in about if told]
+        if len(set(digests)) < len(digests):
+            warnings.warn(
+                "Several ranks read the same first batch, so these data probably count more than once: an iterable of "
+                "batches is taken as the rank's own part. Pass the Dataset or the DataLoader itself, which errbar "
+                "divides over the ranks, or group=False to let each rank compute alone.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def _require_one_whole(about: Sequence[tuple[Any, ...]]) -> None:
+    for rank, (length, sample) in enumerate(about):
+        if length != about[0][0]:
+            raise DataError(
+                f"Rank 0 has a data set of {about[0][0]} samples, rank {rank} one of {length}; expected the whole data "
+                "set on each rank, because errbar divides it. Pass data that are a rank's own part as batches, for "
+                "example iter(loader)."
+            )
+        if sample != about[0][1]:
+            warnings.warn(
+                f"The first sample of the data set is not the same on rank 0 and rank {rank}: errbar divides a data "
+                "set over the ranks, so each must hold the whole of it. Pass data that are a rank's own part as "
+                "batches, for example iter(loader). Samples that are augmented at random are no reason to worry.",
+                UserWarning,
+                stacklevel=5,
+            )
+            return
+
+
+def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
+    parts: dict[int, int] = {}
+    replicas = about[0][1]
+    for rank, (part, _, settings) in enumerate(about):
+        if settings != about[0][2]:
+            raise DataError(
+                f"The DistributedSampler of rank {rank} has {settings}, that of rank 0 {about[0][2]}; expected the "
+                "same on all ranks, or their samples overlap. Set the same seed, and the same epoch by set_epoch."
+            )
+        if part in parts:
+            raise DataError(
+                f"The DistributedSamplers of ranks {parts[part]} and {rank} both take part {part}; expected a part of "
+                "its own for each rank. Leave num_replicas= and rank= out, or pass those of the group."
+            )
+        parts[part] = rank
+    if replicas > len(about):
+        raise DataError(
+            f"The DistributedSamplers divide the data into {replicas} parts, and there are {len(about)} ranks, so "
+            f"{replicas - len(about)} would not be read. Leave num_replicas= and rank= out, or pass those of the "
+            "group; group=False lets each rank compute alone."
+        )
+
+
+def _stream(data: Any, unpack: Unpack | None, title: str, progress: bool) -> Iterator[Batch]:
+    return track(batches(data, unpack), title, total=count_batches(data), enabled=progress)
+
+
+def _without_padding(data: Any) -> Any:
+    """A loader with a DistributedSampler without the samples that another rank has as well; other data as they are."""
+    sampler = _sampler_of(data)
+    return data if not _is_distributed(sampler) else _sampled(data, sampler).data
+
+
+def _shard_of(data: Any, team: Team) -> Shard:
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        length = _length(data)
+        part = _part(range(length), team)
+        return Shard(Subset(data, part) if part else [], _WHOLE, (length, _digest(data[0]) if length else None))
+    sampler = _sampler_of(data)
+    if sampler is None:
+        return Shard(data, _OWN)
+    if _is_distributed(sampler):
+        return _sampled(data, sampler)
+    kind = type(sampler)
+    if kind is WeightedRandomSampler or (kind is RandomSampler and _draws_anew(sampler)):
+        raise DataError(
+            f"The DataLoader draws its samples at random ({kind.__name__} with replacement, or with num_samples), so "
+            "ranks cannot share them. Pass the Dataset itself, a DistributedSampler, or group=False."
+        )
+    if kind is SubsetRandomSampler:
+        return _divided(data, list(sampler.indices), team)
+    if kind in (SequentialSampler, RandomSampler):
+        return _divided(data, range(len(sampler)), team)
+    return Shard(data, _OWN)
+
+
+def _sampler_of(data: Any) -> Any:
+    """The sampler of a DataLoader that reads a map-style data set in plain batches; None for all other data."""
+    if not isinstance(data, DataLoader) or type(data).__iter__ is not DataLoader.__iter__:
+        return None
+    if isinstance(data.dataset, IterableDataset):
+        return None
+    if data.batch_sampler is None:
+        return data.sampler
+    return data.batch_sampler.sampler if type(data.batch_sampler) is BatchSampler else None
+
+
+def _is_distributed(sampler: Any) -> bool:
+    """Whether it divides the data in the way of torch; a subclass may do anything."""
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def _draws_anew(sampler: RandomSampler) -> bool:
+    return bool(sampler.replacement) or sampler.num_samples != len(sampler.data_source)
+
+
+def _sampled(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Shard:
+    """The samples of the sampler up to where its padding begins.
+
+    Sample k of this rank is number rank + k · num_replicas of the (shuffled) data set, and what lies beyond its length
+    is there a second time. With drop_last nothing does.
+    """
+    length = len(sampler.dataset)  # type: ignore[arg-type]
+    left = max(0, -(-(length - sampler.rank) // sampler.num_replicas))
+    kept: list[Any] = []
+    for batch in [list(sampler)] if loader.batch_sampler is None else loader.batch_sampler:
+        if part := list(batch)[:left]:
+            kept.append(part)
+            left -= len(part)
+    settings = f"num_replicas={sampler.num_replicas}, seed={sampler.seed}, epoch={sampler.epoch}, "
+    settings += f"shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, {length} samples"
+    return Shard(_reloaded(loader, kept), _SAMPLED, (sampler.rank, sampler.num_replicas, settings))
+
+
+def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Shard:
+    """A contiguous part of the samples, in the loader's batches; what drop_last drops is dropped beforehand."""
+    sampler = loader.batch_sampler
+    size = getattr(sampler, "batch_size", 1)
+    if getattr(sampler, "drop_last", False):
+        indices = indices[: len(indices) // size * size]
+    part = list(_part(indices, team))
+    told = _digest((list(indices) if isinstance(indices, list) else None, loader.dataset[indices[0]] if indices else 0))
+    kept = [part[start : start + size] for start in range(0, len(part), size)] if sampler is not None else [part]
+    return Shard(_reloaded(loader, kept), _WHOLE, (len(indices), told))
+
+
+def _reloaded(loader: DataLoader[Any], kept: list[list[int]]) -> Any:
+    """The same loader for these batches of samples; one without batches of its own reads them one by one."""
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["generator", "prefetch_factor"]
+    options = {name: getattr(loader, name) for name in names}
+    if not any(kept):
+        return []
+    if loader.batch_sampler is None:
+        return DataLoader(loader.dataset, batch_size=None, sampler=list(chain(*kept)), **options)
+    return DataLoader(loader.dataset, batch_sampler=kept, **options)
+
+
+def _part(indices: Sequence[int], team: Team) -> Sequence[int]:
+    count = len(indices)
+    return indices[count * team.rank // team.size : count * (team.rank + 1) // team.size]
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except TypeError as error:
+        raise DataError(
+            f"The data set {type(data).__name__} has no length, so it cannot be divided over the ranks. Give it a "
+            "__len__, or pass each rank its own batches."
+        ) from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be sent without code: tensors, numbers, text, and lists, tuples and dicts of these."""
+    if type(value) in (list, tuple):
+        return all(_is_plain(part) for part in value)
+    if type(value) is dict:
+        return all(_is_plain(part) for part in (*value, *value.values()))
+    return value is None or type(value) in (Tensor, bool, int, float, str, bytes)
+
+
+def _digest(value: Any) -> str:
+    """A fingerprint of tensors, arrays, numbers and text, however nested; of other things, their type."""
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor) and part.layout == torch.strided:
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy().data)
+        elif isinstance(part, np.ndarray) and part.dtype != object:
+            digest.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
+        elif isinstance(part, Mapping):
+            for key, inside in part.items():
+                add(key)
+                add(inside)
+        elif isinstance(part, (list, tuple)):
+            digest.update(f"{type(part).__name__}{len(part)}".encode())
+            for inside in part:
+                add(inside)
+        elif isinstance(part, (bool, int, float, str, bytes, np.generic)) or part is None:
+            digest.update(repr(part).encode())
+        else:
+            digest.update(type(part).__name__.encode())
+
+    add(value)
+    return digest.hexdigest()

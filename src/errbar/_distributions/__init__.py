@@ -1,0 +1,1 @@
+"""What comes out: Gaussians over logits, their covariances, draws, and predictions."""

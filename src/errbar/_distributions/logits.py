@@ -1,0 +1,318 @@
+"""Gaussians over logits: of each input (`LogitGaussian`), and of several frames together (`JointLogits`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._distributions.prediction import GaussianSampler, Prediction, require_samples, require_seed, standard_normal
+from errbar.errors import ArgumentError, CovarianceError, MismatchError
+
+
+@dataclass(frozen=True, eq=False)
+class LogitGaussian:
+    """N(ĝ, P^g) for each of B inputs (eq:linearize).
+
+    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert.
+    """
+
+    mean: Float[Tensor, "B M"]
+    covariance: Float[Tensor, "B M M"]
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_logits(self.mean, "mean")
+        size, classes = self.mean.shape
+        _require_shape(self.covariance, (size, classes, classes), self.mean)
+        linalg.require_covariance(self.covariance, name="The covariance of the logits")
+
+    @staticmethod
+    def concatenated(parts: Sequence[LogitGaussian]) -> LogitGaussian:
+        """The rows of several, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        same = all(type(part) is type(parts[0]) for part in parts)
+        return parts[0].joined(parts) if same else LogitGaussian.joined(parts)
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> LogitGaussian:
+        """The rows of several of one kind; kinds that keep no M × M matrix make none here either."""
+        mean, covariance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "covariance"))
+        return LogitGaussian.trusted(mean, covariance)
+
+    @staticmethod
+    def trusted(
+        mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"], rank: int | None = None
+    ) -> LogitGaussian:
+        """Without the checks, for a covariance that is one by construction."""
+        made = object.__new__(LogitGaussian)
+        for name, value in (("mean", mean), ("covariance", covariance), ("rank", rank)):
+            object.__setattr__(made, name, value)
+        return made
+
+    @property
+    def variance(self) -> Float[Tensor, "B M"]:
+        """The diagonal of P^g."""
+        return self.covariance.diagonal(dim1=1, dim2=2)
+
+    @property
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        """The mean variance of the M−1 contrasts: tr(P^g − mean)/(M−1), the part that softmax can see."""
+        classes = self.mean.shape[1]
+        total = self.variance.sum(1) - self.covariance.sum((1, 2)) / classes
+        return total.clamp_min(0) / (classes - 1)
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def __getitem__(self, rows: slice) -> LogitGaussian:
+        require_slice(rows)
+        return LogitGaussian.trusted(self.mean[rows], self.covariance[rows], self.rank)
+
+    def rounded(self) -> LogitGaussian:
+        """The covariance in the dtype of the mean."""
+        return LogitGaussian.trusted(self.mean, self.covariance.to(self.mean.dtype), self.rank)
+
+    def tempered(self, temperature: float) -> LogitGaussian:
+        """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
+        T = require_temperature(temperature)
+        return LogitGaussian.trusted(self.mean / T, self.covariance / T**2, self.rank)
+
+    def scaled(self, covariance_scale: float) -> LogitGaussian:
+        """N(ĝ, T_c P^g) (sec:high-level)."""
+        scale = require_covariance_scale(covariance_scale)
+        return LogitGaussian.trusted(self.mean, self.covariance * scale, self.rank)
+
+    def centered(self) -> LogitGaussian:
+        """The distribution of g minus its mean over the classes, which has the same softmax."""
+        mean = self.mean - self.mean.mean(1, keepdim=True)
+        columns = self.covariance - self.covariance.mean(1, keepdim=True)
+        covariance = columns - columns.mean(2, keepdim=True)
+        return LogitGaussian.trusted(mean, linalg.symmetric(covariance), self.rank)
+
+    def predict(self, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
+        """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol"."""
+        root, jitter = self.sampling_root()
+        normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean, draws)
+        mean = self.mean - self.mean.amax(1, keepdim=True)
+        sampler = GaussianSampler(mean, root, normal.T.contiguous(), draws, require_seed(seed))
+        return Prediction.from_sampler(sampler, jitter)
+
+    def mean_field_pmf(self) -> Float[Tensor, "B M"]:
+        """A closed form for the PMF, without samples and so without error bars: an approximation.
+
+        Each pair of classes is compared by itself, with the probit approximation of the logistic integral,
+            s_ij = σ(d_ij/√(1 + π/8 · Var d_ij)),   d_ij = g_i − g_j,
+        and the comparisons are put together as if they were exact softmax ratios, f_i ∝ 1/(1 + Σ_{j≠i} (1/s_ij − 1)).
+        It depends on contrasts only, and for two classes it is the probit approximation itself. Its error is in
+        docs/performance.md.
+        """
+        variance = self.variance
+        pairs = variance[:, :, None] + variance[:, None, :]
+        if not isinstance(self, DiagonalLogitGaussian):
+            pairs = pairs - 2 * self.covariance
+        difference = self.mean[:, :, None] - self.mean[:, None, :]
+        scaled = difference / (1 + torch.pi / 8 * pairs.clamp_min(0)).sqrt()
+        # 1/s − 1 = e^{−scaled}; the class itself contributes e⁰ = 1.
+        return torch.softmax(-torch.logsumexp(-scaled, 2), 1)
+
+    def sampling_root(self) -> tuple[Float[Tensor, "B M M-1"], float]:
+        """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g; and the jitter."""
+        basis = linalg.contrast_basis(self.mean.shape[1], self.mean.device)
+        contrasts = linalg.contrast_covariance(self.covariance)
+        lower, jitter = linalg.safe_cholesky(
+            contrasts,
+            name="The covariance of the logits",
+            limit=linalg.largest_jitter(self.covariance.dtype),
+        )
+        return (basis @ lower).to(self.mean.dtype), jitter
+
+
+class DiagonalLogitGaussian(LogitGaussian):
+    """Independent logits: N(ĝ, diag v). Nothing of size M × M is made unless `covariance` is read."""
+
+    @staticmethod
+    def of(mean: Float[Tensor, "B M"], variance: Float[Tensor, "B M"]) -> DiagonalLogitGaussian:
+        made = object.__new__(DiagonalLogitGaussian)
+        for name, value in (("mean", mean), ("_variance", variance), ("rank", None)):
+            object.__setattr__(made, name, value)
+        return made
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> LogitGaussian:
+        mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
+        return DiagonalLogitGaussian.of(mean, variance)
+
+    @property
+    def variance(self) -> Float[Tensor, "B M"]:
+        variance: Tensor = self.__dict__["_variance"]
+        return variance
+
+    @property
+    def covariance(self) -> Float[Tensor, "B M M"]:
+        return torch.diag_embed(self.variance)
+
+    @property
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        return self.variance.mean(1)
+
+    def __getitem__(self, rows: slice) -> LogitGaussian:
+        require_slice(rows)
+        return DiagonalLogitGaussian.of(self.mean[rows], self.variance[rows])
+
+    def tempered(self, temperature: float) -> LogitGaussian:
+        T = require_temperature(temperature)
+        return DiagonalLogitGaussian.of(self.mean / T, self.variance / T**2)
+
+    def scaled(self, covariance_scale: float) -> LogitGaussian:
+        return DiagonalLogitGaussian.of(self.mean, self.variance * require_covariance_scale(covariance_scale))
+
+    def rounded(self) -> LogitGaussian:
+        return DiagonalLogitGaussian.of(self.mean, self.variance.to(self.mean.dtype))
+
+    def sampling_root(self) -> tuple[Float[Tensor, "B M"], float]:
+        """√v: each logit is drawn by itself."""
+        return self.variance.clamp_min(0).sqrt().to(self.mean.dtype), 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class JointLogits:
+    """The logits of C frames of one object together: covariance[i, :, j, :] is R_ij = J_i P J_jᵀ.
+
+    Frames are near copies of each other, and what tells them apart is a small difference. So the covariance is float64
+    always, also where the network, and the mean, are float32; one that is given in float32 is cast.
+
+    `contrast_root` A, where there is one, has A Aᵀ = EᵀR E for the contrasts of all frames, which R itself does not
+    hold as well: beside a common shift of the logits whose variance is v, its contrasts are rounded to v · eps.
+    `rounding` is that of the numbers in R, `network_rounding` that of the network's outputs and derivatives.
+    """
+
+    mean: Float[Tensor, "C M"]
+    covariance: Float[Tensor, "C M C M"]
+    contrast_root: Float[Tensor, "C M-1 k"] | None = field(init=False, repr=False, default=None)
+    rounding: float = field(init=False, repr=False, default=torch.finfo(torch.float64).eps)
+    network_rounding: float = field(init=False, repr=False, default=torch.finfo(torch.float64).eps)
+
+    def __post_init__(self) -> None:
+        _require_logits(self.mean, "mean")
+        frames, classes = self.mean.shape
+        _require_shape(self.covariance, (frames, classes, frames, classes), self.mean)
+        size = frames * classes
+        linalg.require_covariance(self.covariance.reshape(size, size), name="The joint covariance of the frames")
+        object.__setattr__(self, "rounding", torch.finfo(self.covariance.dtype).eps)
+        object.__setattr__(self, "network_rounding", torch.finfo(self.mean.dtype).eps)
+        object.__setattr__(self, "covariance", self.covariance.double())
+
+    @staticmethod
+    def trusted(
+        mean: Float[Tensor, "C M"],
+        covariance: Float[Tensor, "C M C M"],
+        contrast_root: Float[Tensor, "C M-1 k"] | None = None,
+        network_rounding: float | None = None,
+    ) -> JointLogits:
+        """Without the checks, for a float64 covariance that is one by construction."""
+        made = object.__new__(JointLogits)
+        own = torch.finfo(mean.dtype).eps if network_rounding is None else network_rounding
+        for name, value in (("mean", mean), ("covariance", covariance), ("contrast_root", contrast_root)):
+            object.__setattr__(made, name, value)
+        object.__setattr__(made, "network_rounding", own)
+        return made
+
+    @staticmethod
+    def from_root(mean: Float[Tensor, "C M"], root: Float[Tensor, "CM k"], network_rounding: float) -> JointLogits:
+        """From A with A Aᵀ = QᵀR Q, Q = [E, 1/√M] for every frame: contrasts and shift apart."""
+        frames, classes = mean.shape
+        apart = root.reshape(frames, classes, -1)
+        whole = (linalg.class_rotation(classes, mean.device) @ apart).flatten(0, 1)
+        covariance = linalg.symmetric(whole @ whole.mT).reshape(frames, classes, frames, classes)
+        return JointLogits.trusted(mean, covariance, apart[:, :-1], network_rounding)
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def chosen(self, frames: Sequence[int]) -> JointLogits:
+        """The joint distribution of some of the frames, in this order."""
+        kept = torch.tensor(list(frames), dtype=torch.long, device=self.mean.device)
+        root = None if self.contrast_root is None else self.contrast_root[kept]
+        return self._like(self.mean[kept], self.covariance[kept][:, :, kept], root)
+
+    def calibrated(self, temperature: float, covariance_scale: float) -> JointLogits:
+        """N(z/T, T_c R/T²)."""
+        T, scale = require_temperature(temperature), require_covariance_scale(covariance_scale)
+        root = None if self.contrast_root is None else self.contrast_root * (math.sqrt(scale) / T)
+        return self._like(self.mean / T, self.covariance * (scale / T**2), root)
+
+    def to(self, device: torch.device | str) -> JointLogits:
+        root = None if self.contrast_root is None else self.contrast_root.to(device)
+        return self._like(self.mean.to(device), self.covariance.to(device), root)
+
+    def _like(
+        self, mean: Float[Tensor, "C M"], covariance: Float[Tensor, "C M C M"], root: Float[Tensor, "C M-1 k"] | None
+    ) -> JointLogits:
+        made = JointLogits.trusted(mean, covariance, root, self.network_rounding)
+        object.__setattr__(made, "rounding", self.rounding)
+        return made
+
+    def marginals(self) -> LogitGaussian:
+        """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
+        blocks = self.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        return LogitGaussian.trusted(self.mean, blocks.contiguous()).rounded()
+
+
+def require_slice(rows: object) -> None:
+    if not isinstance(rows, slice):
+        raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
+
+
+def require_temperature(temperature: float) -> float:
+    T = _require_number("The temperature", temperature, zero_allowed=False)
+    if not 1e-100 <= T <= 1e100:
+        raise ArgumentError(
+            f"The temperature is {T!r}; expected one from 1e-100 to 1e100, of which T² is a number too."
+        )
+    return T
+
+
+def require_covariance_scale(scale: float) -> float:
+    return _require_number("The covariance scale", scale, zero_allowed=True)
+
+
+def _require_number(name: str, value: float, *, zero_allowed: bool) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
+        expected = "zero or a positive" if zero_allowed else "a positive"
+        raise ArgumentError(f"{name} is {value!r}; expected {expected} finite number.")
+    return number
+
+
+def _require_logits(mean: Tensor, name: str) -> None:
+    if not isinstance(mean, Tensor) or mean.ndim != 2 or mean.shape[1] < 2:
+        shape = tuple(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
+        raise MismatchError(f"The {name} has shape {shape}; expected (inputs, classes) with two or more classes.")
+    if mean.dtype not in (torch.float32, torch.float64):
+        raise MismatchError(f"The {name} is {mean.dtype}; expected float32 or float64.")
+    if not bool(torch.isfinite(mean).all()):
+        raise CovarianceError(f"The {name} holds NaN or infinite values; expected finite logits.")
+
+
+def _require_shape(covariance: Tensor, shape: tuple[int, ...], mean: Tensor) -> None:
+    if not isinstance(covariance, Tensor) or tuple(covariance.shape) != shape:
+        got = tuple(covariance.shape) if isinstance(covariance, Tensor) else type(covariance).__name__
+        raise MismatchError(
+            f"The covariance has shape {got}; expected {shape} for a mean of shape {tuple(mean.shape)}."
+        )
+    if covariance.dtype not in (mean.dtype, torch.float64) or covariance.device != mean.device:
+        raise MismatchError(
+            f"The covariance is {covariance.dtype} on {covariance.device} and the mean {mean.dtype} on {mean.device}; "
+            "expected the same for both, or a covariance in float64."
+        )

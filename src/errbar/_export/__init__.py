@@ -1,0 +1,1 @@
+"""Graphs that predict without errbar: ONNX and torch.export."""

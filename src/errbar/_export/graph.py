@@ -1,0 +1,339 @@
+"""From an input to the PMF and its error bars, as one module of elementary operations: what an export is made of.
+
+It computes what `posterior.predict` computes, with the same draws, in the same dtypes, and without anything that a
+graph cannot hold: no automatic differentiation, no library factorisations, no choices by values in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from errbar._base import linalg
+from errbar._curvature import banded, packed
+from errbar._curvature.block import BlockFactor
+from errbar._curvature.dense import DenseFactor
+from errbar._curvature.diagonal import DiagonalFactor
+from errbar._curvature.eigenbasis import KroneckerFactor
+from errbar._curvature.per_class import PerClassFactor
+from errbar._derivative.shared import gathered
+from errbar._derivative.trace import LinearLayer
+from errbar._export.chain import ChainedNetwork, Term
+from errbar.errors import ExportError
+
+# The Cholesky factorisation is written out column by column, about ten operations each.
+MOST_CLASSES = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How the logits are calibrated and sampled: the same for every input."""
+
+    temperature: float
+    covariance_scale: float
+    normal: Float[Tensor, "d K"]
+    thresholds: Float[Tensor, "R M"]
+
+
+class FullCovariance(nn.Module):
+    """P^g = Σ over pairs of layers of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, with P as packed coefficients."""
+
+    def __init__(self, pairs: Mapping[tuple[int, int], Float[Tensor, "rows k"]]) -> None:
+        super().__init__()
+        self.pairs = tuple(pairs)
+        self.starts: dict[tuple[int, int], list[int]] = {}
+        for (x, y), coefficients in pairs.items():
+            width = _triangle_size(len(coefficients)) if x == y else 0
+            if x != y or not banded.suits(width, coefficients.shape[1]):
+                self.register_buffer(f"coefficients_{x}_{y}", coefficients)
+                continue
+            # Many inputs and few outputs: in bands, as for prediction, because the products h_a h_b would be too many.
+            self.starts[x, y] = list(range(0, width, banded.ROWS))
+            for start, band in zip(self.starts[x, y], banded.from_packed(coefficients, width), strict=True):
+                self.register_buffer(
+                    f"coefficients_{x}_{y}_{start}", band.flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
+                )
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
+        total: Tensor | None = None
+        for x, y in self.pairs:
+            first, second = terms[x], terms[y]
+            d, e = first.layer.outputs, second.layer.outputs
+            if (x, y) in self.starts:
+                contracted = self._by_bands(x, y, first.inner, d * (d + 1) // 2)
+            elif x == y:
+                contracted = _pairs(first.inner) @ self.get_buffer(f"coefficients_{x}_{y}")
+            else:
+                products = (first.inner[:, :, None] * second.inner[:, None, :]).flatten(1)
+                contracted = products @ self.get_buffer(f"coefficients_{x}_{y}")
+            if x == y:
+                contracted = contracted.index_select(1, packed.unpack_index(d, contracted.device).reshape(-1))
+            part = first.covariance(contracted.reshape(-1, d, e), second)
+            part = part if x == y else part + part.mT
+            total = part if total is None else total + part
+        assert total is not None
+        return linalg.symmetric(total)
+
+    def _by_bands(self, x: int, y: int, inner: Float[Tensor, "B p"], k: int) -> Float[Tensor, "B k"]:
+        """Q_k = Σ_ab coefficient[k, a, b] h_a h_b, as `banded.contract` has it."""
+        total: Tensor | None = None
+        for start in self.starts[x, y]:
+            rows = inner[:, start : start + banded.ROWS]
+            product = inner[:, start:] @ self.get_buffer(f"coefficients_{x}_{y}_{start}")
+            part = (product.reshape(-1, k, rows.shape[1]) * rows[:, None, :]).sum(2)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+def _triangle_size(rows: int) -> int:
+    """p of p(p+1)/2."""
+    return (math.isqrt(8 * rows + 1) - 1) // 2
+
+
+def _pairs(inner: Float[Tensor, "B p"]) -> Float[Tensor, "B rows"]:
+    """h_a h_b for a ≤ b."""
+    a, b = packed.triangle(inner.shape[1], inner.device)
+    return inner.index_select(1, a) * inner.index_select(1, b)
+
+
+class IndependentCovariance(nn.Module):
+    """P^g = Σ_l Ṽ diag(Σ_a v_ia h̃_a²) Ṽᵀ, for parameters that are independent, as they are or in a basis (kron)."""
+
+    def __init__(self, variances: Sequence[Tensor], bases: Sequence[tuple[Tensor, Tensor]] | None) -> None:
+        super().__init__()
+        self.rotated = bases is not None
+        for index, variance in enumerate(variances):
+            self.register_buffer(f"variances_{index}", variance)
+        for index, (outer, inner) in enumerate(bases or ()):
+            self.register_buffer(f"outer_{index}", outer)
+            self.register_buffer(f"inner_{index}", inner)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
+        total: Tensor | None = None
+        for index, term in enumerate(terms):
+            outer, inner = term.outer, term.inner
+            if self.rotated:
+                basis = self.get_buffer(f"outer_{index}")
+                outer = basis if outer is None else outer @ basis
+                inner = inner @ self.get_buffer(f"inner_{index}")
+            deviations = (inner.square() @ self.get_buffer(f"variances_{index}").T).sqrt()
+            half = torch.diag_embed(deviations) if outer is None else outer * deviations[:, None, :]
+            part = half @ half.mT
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+class ClassVariance(nn.Module):
+    """v_m = hᵀ P_m h of a last layer alone whose classes have nothing in common (`_curvature.per_class`)."""
+
+    def __init__(self, coefficients: Float[Tensor, "rows M"]) -> None:
+        super().__init__()
+        self.register_buffer("coefficients", coefficients)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M"]:
+        (term,) = terms
+        return (_pairs(term.inner) @ self.get_buffer("coefficients")).clamp_min(0)
+
+
+class OutputVariance(nn.Module):
+    """w_i = Σ_a v_ia h̃_a² of a last layer alone: its logits are independent, as they are or in a basis (kron)."""
+
+    inner: Tensor | None
+
+    def __init__(self, variances: Float[Tensor, "d p"], inner: Float[Tensor, "p p"] | None) -> None:
+        super().__init__()
+        self.register_buffer("variances", variances)
+        self.register_buffer("inner", inner)
+
+    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B d"]:
+        (term,) = terms
+        inner = term.inner if self.inner is None else term.inner @ self.inner
+        # Nothing is below zero; it keeps a runtime from making one operation of the product and T_c/T², see `_times`.
+        return (inner.square() @ self.get_buffer("variances").T).clamp_min(0)
+
+
+def _times(matrices: Float[Tensor, "B *d"], factor: float) -> Float[Tensor, "B *d"]:
+    """`matrices * factor` by as many numbers as a matrix has.
+
+    ONNX Runtime makes one operation of a product of matrices and a number, in which the number is float32.
+    """
+    return matrices * torch.full(matrices.shape[1:], factor, dtype=matrices.dtype)
+
+
+def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[Tensor, "B m m"]:
+    """Lower Cholesky factors, as `linalg.safe_cholesky` makes them: with the first of the `shares` of its mean
+    diagonal added that makes a matrix positive definite; zero for zero, and NaN where none does.
+
+    All shares are tried at once, column after column: l = a/√a₁₁, and l lᵀ is taken from what remains. A pivot that is
+    not positive makes a root that is not positive, NaN included. Rows above the pivot keep rounding, which touches no
+    row below it and is masked at the end: that takes fewer operations than to cut them off.
+    """
+    size = matrix.shape[-1]
+    identity = torch.eye(size, dtype=matrix.dtype)
+    scale = (matrix * identity).sum((1, 2)) / size
+    added = torch.tensor(shares, dtype=matrix.dtype)[:, None] * scale
+    rest = matrix + added[:, :, None, None] * identity
+    columns, roots = [], []
+    for j in range(size):
+        column = rest[:, :, :, j]
+        root = column[:, :, j : j + 1].sqrt()
+        column = column / root
+        columns.append(column)
+        roots.append(root)
+        if j + 1 < size:
+            rest = rest - column[:, :, :, None] * column[:, :, None, :]
+    lower = torch.stack(columns, 3) * torch.ones_like(identity).tril()
+    good = (torch.cat(roots, 2) > 0).all(2)
+    chosen = torch.full_like(matrix, torch.nan)
+    for j in reversed(range(len(shares))):
+        chosen = torch.where(good[j][:, None, None], lower[j], chosen)
+    # Entries that are exactly zero everywhere stay exactly zero.
+    zero = matrix.abs().amax((1, 2)) == 0
+    return torch.where(zero[:, None, None], 0.0, chosen)
+
+
+class PredictionGraph(nn.Module):
+    """Input → network → terms V ⊗ hᵀ → P^g → samples of the PMF → what they tell.
+
+    `form` is that of P^g: "full", "diagonal" (variances of the logits), or "factored", Q diag(w) Qᵀ with `basis` Q.
+    """
+
+    start: Tensor | None
+
+    def __init__(
+        self,
+        network: ChainedNetwork,
+        covariance: nn.Module,
+        draws: Draws,
+        *,
+        form: str,
+        start: Float[Tensor, "M c"] | None,
+        basis: Float[Tensor, "M r"] | None,
+        dtype: torch.dtype,
+        outputs: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.network, self.covariance = network, covariance
+        self.form, self.dtype, self.outputs = form, dtype, tuple(outputs)
+        self.temperature, self.covariance_scale = draws.temperature, draws.covariance_scale
+        self.shares = [0.0, *linalg.jitters(linalg.largest_jitter(dtype))]
+        self.register_buffer("normal", draws.normal)
+        self.register_buffer("thresholds", draws.thresholds)
+        self.register_buffer("start", None if start is None else start.to(dtype))
+        self.register_buffer("basis", basis)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
+        output, values = self.network(*args, *kwargs.values())
+        # One logit g is read as the pair (0, g).
+        mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
+        mean = mean / self.temperature
+        made = self.covariance(self.network.terms(values, self.start, self.dtype))
+        made = _times(made, self.covariance_scale / self.temperature**2)
+        samples = torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), made), 1)
+        # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
+        # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
+        pmf = samples.double().mean(2).to(samples.dtype)
+        results = {"pmf": pmf}
+        if {"std", "covariance"} & set(self.outputs):
+            deviations = (samples - pmf[:, :, None]).double()
+            results["std"] = deviations.square().mean(2).sqrt().to(samples.dtype)
+        if "covariance" in self.outputs:
+            results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2]).to(samples.dtype)
+        results["logits"] = mean
+        if "logit_covariance" in self.outputs:
+            results["logit_covariance"] = self.full(made).to(mean.dtype)
+        if "risk" in self.outputs:
+            # NaN is above no threshold, and must not look like no risk.
+            unknown = torch.isnan(pmf)[:, None, :]
+            share = torch.stack(
+                [(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.get_buffer("thresholds")], 1
+            )
+            results["risk"] = torch.where(unknown, torch.nan, share)
+        return {name: results[name] for name in self.outputs}
+
+    def sampled_logits(self, mean: Float[Tensor, "B M"], made: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
+        """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""
+        normal = self.get_buffer("normal")
+        if self.form == "full":
+            basis = linalg.contrast_basis(mean.shape[1], mean.device)
+            lower = cholesky(linalg.symmetric(basis.mT @ made.double() @ basis), self.shares)
+            return (basis @ lower).to(mean.dtype) @ normal + mean[:, :, None]
+        scaled = made.clamp_min(0).sqrt().to(mean.dtype)[:, :, None] * normal
+        if self.form == "factored":
+            basis = self.get_buffer("basis")
+            scaled = (basis - basis.mean(0)).to(mean.dtype) @ scaled
+        return scaled + mean[:, :, None]
+
+    def full(self, made: Float[Tensor, "B ..."]) -> Float[Tensor, "B M M"]:
+        """P^g as matrices."""
+        if self.form == "full":
+            return made
+        if self.form == "diagonal":
+            return torch.diag_embed(made)
+        half = self.get_buffer("basis").to(made.dtype) * made.clamp_min(0).sqrt()[:, None, :]
+        return half @ half.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The part of the graph that a structure decides: its module, the form of P^g, its basis, and its draws' size."""
+
+    covariance: nn.Module
+    form: str
+    width: int
+    basis: Float[Tensor, "M r"] | None = None
+
+
+def head(factor: object, layers: Sequence[LinearLayer], dtype: torch.dtype, classes: int, *, identity: bool) -> Head:
+    """What makes P^g of the terms of `layers`, the last first; `identity` for one layer that returns the logits."""
+    if isinstance(factor, PerClassFactor):
+        return Head(ClassVariance(factor.coefficients(dtype)), "diagonal", classes)
+    if isinstance(factor, DiagonalFactor):
+        variances = [gathered(layer, factor.precision).reciprocal().to(dtype) for layer in layers]
+        if identity:
+            return Head(OutputVariance(variances[0], None), "diagonal", classes)
+        return _full(IndependentCovariance(variances, None), classes)
+    if isinstance(factor, KroneckerFactor):
+        held = {basis.layer.name: basis for basis in factor.bases}
+        bases = [held[layer.name] for layer in layers]
+        variances = [basis.variances.to(dtype) for basis in bases]
+        rotations = [(basis.outer.to(dtype), basis.inner.to(dtype)) for basis in bases]
+        if identity:
+            return Head(OutputVariance(variances[0], rotations[0][1]), "factored", classes, bases[0].outer)
+        return _full(IndependentCovariance(variances, rotations), classes)
+    if isinstance(factor, BlockFactor):
+        by_name = {block.name: (block, own) for block, own in zip(factor.blocks, factor.factors, strict=True)}
+        pairs = {}
+        for index, layer in enumerate(layers):
+            block, own = by_name[layer.name]
+            pairs[index, index] = packed.coefficients(own.covariance, block.rebased(layer).positions(), None, dtype)
+        return _full(FullCovariance(pairs), classes)
+    if isinstance(factor, DenseFactor):
+        where = [layer.positions() for layer in layers]
+        pairs = {
+            (x, y): packed.coefficients(factor.covariance, where[x], None if x == y else where[y], dtype)
+            for y in range(len(layers))
+            for x in range(y + 1)
+        }
+        return _full(FullCovariance(pairs), classes)
+    raise ExportError(
+        "A posterior with structure='lowrank' cannot be exported: its prediction differentiates the whole network. "
+        "Expected 'dense', 'block', 'kron' or 'diag'."
+    )
+
+
+def _full(covariance: nn.Module, classes: int) -> Head:
+    if classes > MOST_CLASSES:
+        raise ExportError(
+            f"With {classes} classes a full covariance of the logits cannot be factorised in an exported graph; "
+            f"expected at most {MOST_CLASSES}. Fit the last layer alone (last_layers=1) with fisher='eta', "
+            "structure='diag' or structure='kron', whose logits are sampled without a factorisation."
+        )
+    return Head(covariance, "full", classes - 1)

@@ -1,0 +1,1 @@
+"""Files: the container, what is in it, checkpoints, loading."""

@@ -1,0 +1,198 @@
+"""Checkpoints of a fit: the information of the batches so far, and a digest of these batches.
+
+The pass over the data is cut into parts of `every` batches. The information of each part is finished, added to the
+total, and the total replaces the file. A fit that continues reads the same data again up to its position, compares
+their digest, and goes on with the same additions in the same order: on the same machine its result is that of an
+uninterrupted fit with the same `every` to the last bit, wherever it was killed. Against a fit without checkpoints,
+sums are only grouped differently, which is rounding (and for `lowrank` one more compression a part, within its bound).
+
+Each of several ranks has a file of its own, `path.rank-R-of-S`, of its own part of the data: they need not have come
+equally far when they were interrupted, and only as many ranks as before can continue.
+
+The digest of k batches is SHA-256(digest of k−1 batches, SHA-256 of batch k): it can be continued from a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from errbar._base.atomic import file_name, require_writable_folder
+from errbar._base.checks import whole_number
+from errbar._files.container import read, write
+from errbar._files.task import SavedInformation, information_record, plan_of, read_information
+from errbar._model.batch import Batch
+from errbar._model.network import described_output
+from errbar._posterior.task import Task
+from errbar.errors import ArgumentError, FileError, MismatchError
+
+Path = str | os.PathLike[str]
+DEFAULT_EVERY = 100
+_START = "0" * 64
+
+
+class Seen:
+    """A stream of batches of which it is known how many were taken, and which."""
+
+    def __init__(self, stream: Iterator[Batch]) -> None:
+        self._stream = stream
+        self._ahead = next(stream, None)
+        self.batches = 0
+        self.digest = _START
+
+    @property
+    def at_end(self) -> bool:
+        return self._ahead is None
+
+    def part(self, count: int) -> Iterator[Batch]:
+        """The next `count` batches, or as many as there are."""
+        for _ in range(count):
+            batch = self._ahead
+            if batch is None:
+                return
+            self.digest = hashlib.sha256((self.digest + batch_digest(batch)).encode()).hexdigest()
+            self.batches += 1
+            yield batch
+            # Only now, so that no more than one batch is held.
+            self._ahead = next(self._stream, None)
+
+    def skip(self, path: Path, batches: int, digest: str) -> None:
+        """Go to where a checkpoint was written; the data up to there must be the same."""
+        for _ in self.part(batches):
+            pass
+        if self.batches < batches:
+            raise MismatchError(
+                f"The checkpoint {os.fspath(path)} is of {batches} batches, and the data end after {self.batches}. "
+                "Expected the data of the interrupted fit, in the same order; delete the file to start anew."
+            )
+        if self.digest != digest:
+            raise MismatchError(
+                f"The checkpoint {os.fspath(path)} is of other data: its {batches} batches are not the first of these. "
+                "Expected the data of the interrupted fit in the same order (shuffle=False, or the same seed), with "
+                "the same batch size; delete the file to start anew."
+            )
+
+
+def require_checkpoint(path: Path, every: object, *, rank: int, ranks: int) -> str:
+    """The file of this one of `ranks` ranks; refuses a path that could not be written to, and other mistakes early."""
+    number = whole_number(every)
+    if number is None or number < 1:
+        raise ArgumentError(f"every is {every!r}; expected a whole number of batches of one or more.")
+    require_writable_folder(path)
+    name = file_name(path)
+    _require_as_many_ranks(name, ranks)
+    return name if ranks == 1 else f"{name}.rank-{rank}-of-{ranks}"
+
+
+def _require_as_many_ranks(name: str, ranks: int) -> None:
+    """Refuse to start anew beside the checkpoint of another number of ranks, whose parts of the data were others."""
+    folder, base = os.path.split(name)
+    pattern = re.compile(re.escape(base) + r"\.rank-\d+-of-(\d+)")
+    matches = (pattern.fullmatch(entry) for entry in sorted(os.listdir(folder or os.curdir)))
+    found = {match[0]: int(match[1]) for match in matches if match is not None}
+    if ranks > 1 and _is_checkpoint(name):
+        found[base] = 1
+    for file, number in found.items():
+        if number != ranks:
+            raise MismatchError(
+                f"{os.path.join(folder, file)} is of a fit by {number} rank{'s'[: number > 1]}, and this one is by "
+                f"{ranks}. Expected as many as the interrupted fit had, because each continues with a part of the data "
+                "of its own; delete the files of that checkpoint to start anew."
+            )
+
+
+def _is_checkpoint(name: str) -> bool:
+    try:
+        return os.path.lexists(name) and read(name, header_only=True).kind == "checkpoint"
+    except FileError:
+        return False
+
+
+def store(path: Path, saved: SavedInformation, seen: Seen) -> None:
+    description, tensors = information_record(saved)
+    position = {"batches": seen.batches, "digest": seen.digest}
+    write(path, "checkpoint", description | {"position": position}, tensors)
+
+
+def resume(path: Path, task: Task, seen: Seen) -> SavedInformation | None:
+    """What a checkpoint holds, with `seen` moved to where it was written; None where there is no file yet.
+
+    A checkpoint of another model, of other options or of other data is refused.
+    """
+    if not os.path.lexists(path):
+        return None
+    contents = read(path)
+    if contents.kind != "checkpoint":
+        raise FileError(
+            f"{contents.path} holds a saved {contents.kind}, not a checkpoint, and is not overwritten. Choose another "
+            "name for the checkpoint."
+        )
+    saved = read_information(contents)
+    for what, now, then in (
+        ("weights of the model", task.network.fingerprint, saved.task.network.fingerprint),
+        ("parameters", task.selection, saved.task.selection),
+        ("fisher", task.fisher, saved.task.fisher),
+        ("structure", task.structure, saved.task.structure),
+        ("precision", task.precision, saved.task.precision),
+        ("number of classes", task.n_classes, saved.task.n_classes),
+        ("output", described_output(task.network.output), described_output(saved.task.network.output)),
+        ("layers or rank", plan_of(task.way), plan_of(saved.task.way)),
+    ):
+        if now != then:
+            raise MismatchError(
+                f"The checkpoint {contents.path} is of a fit with other {what}. Expected the model and the options of "
+                "the interrupted fit; delete the file to start anew."
+            )
+    position = contents.description.part("position")
+    seen.skip(path, position.whole("batches", 1), position.digest("digest"))
+    return saved
+
+
+def batch_digest(batch: Batch) -> str:
+    """SHA-256 of what the model is called with, and of the labels."""
+    digest = hashlib.sha256()
+    for value in (*batch.args, "keywords", batch.kwargs, "labels", batch.labels):
+        _add(digest, value)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        dense = plain if plain.layout == torch.strided else plain.to_dense()
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+        digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)};".encode())
+        for name, inside in value.items():
+            digest.update(f"{name!r};".encode())
+            _add(digest, inside)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"sequence {len(value)};".encode())
+        for inside in value:
+            _add(digest, inside)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        digest.update(f"{type(value).__name__} {value!r};".encode())
+    elif hasattr(value, "__array__"):
+        _add_array(digest, np.asarray(value))
+    else:
+        # An object of the user's: nothing is known of it that stays the same in another process.
+        digest.update(f"{type(value).__qualname__};".encode())
+
+
+def _add_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
+    if array.dtype == object:
+        _add(digest, [*array.flat])
+        return
+    try:
+        # What could be a tensor counts as one: labels may be either.
+        _add(digest, torch.as_tensor(array))
+    except (TypeError, ValueError):
+        digest.update(f"array {array.dtype} {array.shape};".encode() + array.tobytes())

@@ -1,0 +1,396 @@
+"""The user's model, looked at without being touched.
+
+Every call runs on a *replica*: a second tree of module objects that shares the parameters and buffers of the
+user's model but has its own mode and hooks, in eval mode. So the user's train/eval mode, gradients and hooks never
+change, not even when a call fails, and threads do not disturb each other: each has a replica of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from errbar._base.checks import Checks, whole_number
+from errbar._model.batch import Batch, Kept
+from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, WeightsChangedError
+
+# Which part of what a model returns are the logits: a position, a key, a function, or None for all of it.
+Output = int | str | Callable[[Any], Any] | None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The network inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def replicate(module: nn.Module) -> nn.Module:
+    """A tree of new module objects around the same tensors.
+
+    `copy.deepcopy` would follow references out of the tree (a trainer, a data set); here only modules and the
+    containers that hold them are new. Bound methods kept as attributes are bound to the new modules, and compiled
+    modules run as they were written.
+    """
+    clones: dict[int, nn.Module] = {}
+
+    def clone(original: nn.Module) -> nn.Module:
+        if id(original) in clones:
+            return clones[id(original)]
+        kind = _Uncompiled if isinstance(original, torch._dynamo.OptimizedModule) else original.__class__
+        # A traced graph has a class of its own, which holds its code; __new__ would make another one.
+        new = object.__new__(kind) if isinstance(original, torch.fx.GraphModule) else kind.__new__(kind)
+        clones[id(original)] = new
+        attributes = {
+            name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
+            for name, value in original.__dict__.items()
+        }
+        attributes["_compiled_call_impl"] = None
+        if kind is _Uncompiled:
+            attributes.pop("forward", None)
+        if isinstance(original, (nn.Embedding, nn.EmbeddingBag)):
+            # The same numbers; sparse gradients are for optimisers.
+            attributes["sparse"] = False
+        attributes["_modules"] = {
+            name: None if child is None else clone(child) for name, child in original._modules.items()
+        }
+        new.__dict__.update(attributes)
+        return new
+
+    root = clone(module)
+    for new in clones.values():
+        for name, value in new.__dict__.items():
+            if name not in ("_modules", "_parameters", "_buffers"):
+                new.__dict__[name] = _with_clones(value, clones)
+    return root
+
+
+def _with_clones(value: Any, clones: dict[int, nn.Module]) -> Any:
+    """`value` with clones in place of the modules that it is, holds in plain containers, or is a method of."""
+    if id(value) in clones:
+        return clones[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in clones:
+        return MethodType(value.__func__, clones[id(value.__self__)])
+    if type(value) in (list, tuple):
+        return type(value)(_with_clones(part, clones) for part in value)
+    if type(value) is dict:
+        return {key: _with_clones(part, clones) for key, part in value.items()}
+    return value
+
+
+class _Uncompiled(nn.Module):
+    """What a compiled module inside the model is replaced by: the module that was compiled."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)  # type: ignore[operator]
+
+
+def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, with their names: what a state dict holds."""
+    found: list[tuple[str, Tensor]] = list(module.named_parameters())
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return found
+
+
+def fingerprint(module: nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of the weights."""
+    digest = hashlib.sha256()
+    for name, tensor in _weights(module):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+_EXPORTED = (
+    "The model came out of torch.export, which fixes its mode and the sizes of its inputs; expected a torch.nn.Module "
+    "as it was written. Pass the module that was exported."
+)
+
+
+def _is_exported(part: nn.Module) -> bool:
+    """Whether a module is what `torch.export` made: a graph that refuses eval(), or one put into modules again."""
+    refuses_modes = isinstance(part, torch.fx.GraphModule) and "eval" in part.__dict__
+    return refuses_modes or type(part).__module__.startswith("torch.export.")
+
+
+class Network:
+    """A model whose weights are known: refuses to run once they have changed.
+
+    `output` says where the logits are in what it returns.
+    """
+
+    def __init__(self, model: nn.Module, output: Output = None) -> None:
+        self.output = require_output(output)
+        if isinstance(model, torch.export.ExportedProgram):
+            raise ArgumentError(_EXPORTED)
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+        self.model = model
+        self.module = unwrap(model)
+        self._require_usable()
+        self.fingerprint = fingerprint(self.module)
+        self.device = next(self.module.parameters()).device
+        kinds = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        self.input_dtype = kinds.pop() if len(kinds) == 1 else None
+        self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32
+        self._seen = [(tensor, tensor._version, tensor.dtype) for _, tensor in _weights(self.module)]
+        self._local = threading.local()
+
+    def _require_usable(self) -> None:
+        if isinstance(self.module, torch.jit.ScriptModule):
+            raise ModelError("The model is a ScriptModule; expected a plain torch.nn.Module. Pass the original.")
+        parameters = list(self.module.parameters())
+        if not parameters:
+            raise ModelError("The model has no parameters; expected a trained classifier.")
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            raise ModelError("The model has uninitialized lazy parameters; run it once, and train it, before the fit.")
+        if any(tensor.is_meta for _, tensor in _weights(self.module)):
+            raise ModelError(
+                "The model has weights on the meta device, which hold no numbers; expected a trained classifier. Load "
+                "its weights, with to_empty() and load_state_dict(..., assign=True), before the fit."
+            )
+        if any(_is_exported(part) for part in self.module.modules()):
+            raise ModelError(_EXPORTED)
+        if any(p.is_inference() for p in parameters):
+            raise ModelError(
+                "The model was made under torch.inference_mode(), so nothing can be differentiated by its weights; "
+                "make it outside, or pass copy.deepcopy(model) made outside."
+            )
+        for name, part in self.module.named_modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+                raise ModelError(
+                    f"'{name}' is a {type(part).__name__} without running statistics: it normalises by the batch, so "
+                    "one input's result depends on the others. Expected track_running_stats=True."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model; the versions are counted anew there."""
+        return {"model": self.model, "output": self.output}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def require_unchanged(self) -> None:
+        """Raise unless every weight is the tensor it was, at the version it had, on the device it was on."""
+        now = [tensor for _, tensor in _weights(self.module)]
+        if next(self.module.parameters()).device != self.device:
+            raise WeightsChangedError(
+                f"The model moved from {self.device} to {next(self.module.parameters()).device} since the fit; "
+                "call posterior.to(device) to move the posterior as well."
+            )
+        same = len(now) == len(self._seen) and all(
+            tensor is seen and tensor._version == version and tensor.dtype == dtype
+            for tensor, (seen, version, dtype) in zip(now, self._seen, strict=True)
+        )
+        if not same:
+            raise WeightsChangedError(
+                "The model's weights changed since the fit, so the posterior is not about this model any more. "
+                "Fit again, or fit on a copy (copy.deepcopy) before training goes on."
+            )
+
+    def same_weights(self, other: Network) -> bool:
+        return self.fingerprint == other.fingerprint
+
+    def replica(self) -> nn.Module:
+        """This thread's replica, in eval mode."""
+        found: nn.Module | None = getattr(self._local, "replica", None)
+        if found is None:
+            found = self._local.replica = replicate(self.module).eval()
+        return found
+
+    def prepare(self, batch: Batch, checks: Checks) -> Batch:
+        """The batch on the model's device and in its dtype; `DataError` for NaN, infinite or no input."""
+        if len(batch) == 0:
+            raise DataError("A batch holds no samples; expected at least one.")
+
+        def move(tensor: Tensor) -> Tensor:
+            dtype = self.input_dtype if tensor.is_floating_point() else None
+            moved = tensor.detach().to(device=self.device, dtype=dtype)
+            return moved.clone() if moved.is_inference() else moved
+
+        moved = batch.map(move)
+        for value in moved.tensors():
+            if value.is_floating_point():
+                checks.require(
+                    torch.isfinite(value).all(),
+                    lambda: DataError(
+                        "An input holds NaN or infinite values; expected finite numbers. Remove or impute it."
+                    ),
+                )
+        return moved
+
+    def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
+        """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""
+        if values is None:
+            return as_logits(run(self.replica(), batch), len(batch), self.output)
+        returned = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
+        return as_logits(returned, len(batch), self.output)
+
+    def execution_order(self, batch: Batch) -> tuple[list[str], Float[Tensor, "B M"]]:
+        """Names of the modules in the order in which they last finished, and the logits of the batch."""
+        replica = replicate(self.module).eval()
+        names: dict[str, None] = {}
+
+        def note(name: str) -> Any:
+            def hook(*_: Any) -> None:
+                names.pop(name, None)
+                names[name] = None
+
+            return hook
+
+        for name, part in replica.named_modules():
+            part.register_forward_hook(note(name))
+        with _refused({id(part) for part in self.module.modules()}):
+            output = run(replica, batch)
+        return list(names), as_logits(output, len(batch), self.output)
+
+
+@contextmanager
+def _refused(modules: set[int]) -> Iterator[None]:
+    """Raise when one of the user's own module objects runs in this thread, in place of its replica.
+
+    A closure over a module cannot be redirected: the module would run in the user's mode, with the user's weights.
+    """
+    thread = threading.get_ident()
+
+    def hook(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread and id(module) in modules:
+            raise ModelError(
+                f"The model calls one of its modules ({type(module).__name__}) through a closure or a reference from "
+                "outside, which errbar cannot follow without touching the model; call it as an attribute (self.layer)."
+            )
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def run(module: nn.Module, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Any:
+    """The model's output, with the parameters in `values` in place of its own.
+
+    What goes wrong inside the model is told together with what it was given.
+    """
+    try:
+        if values is not None:
+            return functional_call(module, dict(values), batch.args, batch.kwargs)
+        return module(*batch.args, **batch.kwargs)
+    except (ErrbarError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        given = [f"{tuple(value.shape)} {value.dtype}" for value in batch.tensors()]
+        raise DataError(
+            f"The model failed on a batch with {', '.join(given)}: {error}. Expected inputs as in training; check "
+            "their shape and dtype, or pass unpack= if the batch holds something else."
+        ) from error
+
+
+def require_output(output: object) -> Output:
+    """What `output=` may be, as a network keeps it."""
+    if output is None or isinstance(output, (str, Kept)):
+        return output
+    position = whole_number(output)
+    if position is not None:
+        return position
+    if not callable(output):
+        raise ArgumentError(
+            f"output is {output!r}; expected where in the model's output the logits are: a position, a key or a "
+            "function of it, or None if it is all of it."
+        )
+    return Kept(output, "output")
+
+
+def described_output(output: Output) -> str:
+    """An `output` in words that can be compared. Of functions it is only known that there is one."""
+    if output is None:
+        return "all of it"
+    return "a function" if callable(output) else f"key {output!r}" if isinstance(output, str) else f"position {output}"
+
+
+def picked(returned: Any, output: Output) -> Any:
+    """The logits in what a model returned; `ModelError` where they are not where `output` says."""
+    if output is None:
+        return getattr(returned, "logits", returned)
+    kind = type(returned).__name__
+    try:
+        if callable(output):
+            return output(returned)
+        if isinstance(output, str):
+            return returned[output] if isinstance(returned, Mapping) else getattr(returned, output)
+        if not isinstance(returned, Tensor):
+            return returned[output] if isinstance(returned, Sequence) else _values(returned)[output]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if callable(output):
+            raise ModelError(
+                f"The function output= failed on what the model returned, {kind} ({type(error).__name__}: {error}); "
+                "expected one that returns the logits."
+            ) from error
+        raise ModelError(
+            f"The model returned {_contents(returned)}, and output={output!r} is not in it; expected the position or "
+            "the key of the logits."
+        ) from error
+    raise ModelError(
+        f"The model returned a tensor of shape {tuple(returned.shape)}, and output={output!r} picks one of several; "
+        "leave output= out, or give a function."
+    )
+
+
+def _values(returned: Any) -> tuple[Any, ...]:
+    """The values of a mapping, in its order; of an output of transformers those that there are."""
+    return tuple(returned.values())
+
+
+def _contents(returned: Any) -> str:
+    kind = type(returned).__name__
+    if isinstance(returned, Mapping):
+        return f"{kind} with the keys {', '.join(map(repr, returned))}"
+    return f"{kind} of {len(returned)}" if isinstance(returned, Sequence) else kind
+
+
+def as_logits(returned: Any, size: int, output: Output = None) -> Float[Tensor, "B M"]:
+    """The (B, M) logits in what a model returned; one logit g is read as the pair (0, g)."""
+    found = picked(returned, output)
+    logits = getattr(found, "logits", found)
+    if not isinstance(logits, Tensor):
+        raise ModelError(
+            f"The model returned {_contents(found)}; expected logits of shape (batch, classes), or an object with "
+            ".logits. Say where they are with output=: a position, a key, or a function of what it returns."
+        )
+    if logits.ndim != 2 or logits.shape[0] != size or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ModelError(
+            f"The model returned a {logits.dtype} tensor of shape {tuple(logits.shape)} for a batch of {size}; "
+            f"expected floating-point logits of shape ({size}, classes)."
+        )
+    if logits.shape[1] == 1:
+        return torch.cat([torch.zeros_like(logits), logits], 1)
+    return logits
+
+
+def require_finite_logits(logits: Float[Tensor, "B M"], checks: Checks) -> None:
+    checks.require(
+        torch.isfinite(logits).all(),
+        lambda: ModelError(
+            "The model returned NaN or infinite logits for a finite input. Check its weights, or use a wider dtype "
+            "(float16 overflows at 65504)."
+        ),
+    )

@@ -1,0 +1,195 @@
+"""Which parameters θ_r the posterior is about, and where they lie in the flat parameter vector."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from errbar._base.checks import whole_number
+from errbar._model.network import Network
+from errbar.errors import SelectionError
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen parameters in the order of `model.named_parameters()`, each flattened row by row."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(int(torch.Size(shape).numel()) for shape in self.shapes)
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(self.sizes)
+
+    def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector."""
+        found, start = {}, 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            found[name] = slice(start, start + size)
+            start += size
+        return found
+
+    def matrices(self) -> dict[str, int]:
+        """The modules that own tensors of two dimensions or more, and how many parameters those have."""
+        found: dict[str, int] = {}
+        for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
+            if sum(length > 1 for length in shape) > 1:
+                found[owner(name)] = found.get(owner(name), 0) + size
+        return found
+
+    def values(self, module: nn.Module) -> dict[str, Tensor]:
+        """The chosen parameters of `module`, detached."""
+        parameters = dict(module.named_parameters())
+        return {name: parameters[name].detach() for name in self.names}
+
+    def flatten(self, module: nn.Module) -> Float[Tensor, "n"]:
+        """θ̂_r as one float64 vector."""
+        return torch.cat([value.reshape(-1).double() for value in self.values(module).values()])
+
+    def unflatten(self, vectors: Float[Tensor, "K n"]) -> dict[str, Tensor]:
+        """K flat vectors as one (K, …) tensor for each parameter."""
+        slices = self.slices()
+        return {
+            name: vectors[:, slices[name]].reshape(-1, *shape)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What `last_layers` counts: a module that ran, or weights that are used without their module; its parameters."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+    @staticmethod
+    def of(module: nn.Module, name: str) -> Layer:
+        """A module inside `module`, with all its parameters."""
+        # named_parameters() gives a tied parameter one name only; find it by identity.
+        own = {id(parameter) for parameter in module.get_submodule(name).parameters()}
+        return Layer(name, tuple(full for full, parameter in module.named_parameters() if id(parameter) in own))
+
+
+def select(
+    network: Network,
+    layers: Sequence[Layer],
+    *,
+    last_layers: int | None,
+    parameters: str | Sequence[str] | None,
+    idle: Sequence[str] = (),
+) -> Selection:
+    """The parameters asked for; `layers` in the order in which they were last used, without those that ran in vain."""
+    available = dict(network.module.named_parameters())
+    names = _named(network.module, parameters) if last_layers is None else _last(layers, last_layers, idle)
+    chosen = [name for name in available if name in names]
+    for name in chosen:
+        if not available[name].is_floating_point():
+            raise SelectionError(f"Parameter '{name}' is {available[name].dtype}; expected a floating-point one.")
+    return Selection(tuple(chosen), tuple(tuple(available[name].shape) for name in chosen))
+
+
+def require_one_question(last_layers: object, parameters: object) -> None:
+    """Exactly one of the two ways to select must be used, with a value of the right type."""
+    if (last_layers is None) == (parameters is None):
+        got = "neither" if last_layers is None else "both"
+        raise SelectionError(
+            f"Expected exactly one of last_layers= and parameters=, got {got}. Use last_layers=2 for the two layers "
+            "that run last, parameters='all' or 'trainable', or parameters=['name', ...]."
+        )
+    if last_layers is not None:
+        whole = whole_number(last_layers)
+        if whole is None:
+            raise SelectionError(f"last_layers is {last_layers!r}; expected a whole number of layers, 1 or more.")
+        if whole < 1:
+            raise SelectionError(f"last_layers is {whole}; expected 1 or more.")
+        return
+    names = [parameters] if isinstance(parameters, str) else parameters
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise SelectionError(f"parameters is {parameters!r}; expected module or parameter names, 'all' or 'trainable'.")
+    if len(names) == 0:
+        raise SelectionError("parameters is empty; expected at least one module or parameter name, or 'all'.")
+
+
+def layers_that_ran(module: nn.Module, order: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Modules with parameters that ran, in order, none of which contains another that ran.
+
+    A parametrised module (weight norm) counts as one layer with its parametrisations; a module whose children never
+    run themselves (attention with a fused kernel) counts as one layer with its children.
+    """
+    modules = dict(module.named_modules())
+    ran = [name for name in order if not _inside_parametrisation(name)]
+    layers = []
+    for name in ran:
+        prefix = f"{name}." if name else ""
+        is_leaf = not any(other != name and other.startswith(prefix) for other in ran)
+        if is_leaf and any(True for _ in modules[name].parameters()):
+            layers.append((name, modules[name]))
+    return layers
+
+
+def _inside_parametrisation(name: str) -> bool:
+    return "parametrizations" in name.split(".")
+
+
+def _last(layers: Sequence[Layer], count: int, idle: Sequence[str]) -> set[str]:
+    if count > len(layers):
+        vain = f" The logits do not depend on {', '.join(idle)}." if idle else ""
+        raise SelectionError(
+            f"last_layers is {count}, but only {len(layers)} layers with parameters ran: "
+            f"{', '.join(layer.name or '(the model itself)' for layer in layers)}. Expected 1 to {len(layers)}.{vain}"
+        )
+    return {name for layer in layers[-count:] for name in layer.parameters}
+
+
+def _named(module: nn.Module, parameters: str | Sequence[str] | None) -> set[str]:
+    # A tied parameter can be asked for by each of its names, and is listed under the first.
+    every = dict(module.named_parameters(remove_duplicate=False))
+    if parameters == "all":
+        return set(every)
+    if parameters == "trainable":
+        trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if not trainable:
+            raise SelectionError("parameters is 'trainable', but no parameter of the model requires gradients.")
+        return trainable
+    wanted = [parameters] if isinstance(parameters, str) else list(parameters or ())
+    chosen: set[int] = set()
+    for prefix in wanted:
+        found = matching(list(every), prefix)
+        if not found:
+            raise SelectionError(f"No parameter is called '{prefix}' or lies in it. {_suggestion(list(every), prefix)}")
+        chosen.update(id(every[name]) for name in found)
+    return {name for name, parameter in module.named_parameters() if id(parameter) in chosen}
+
+
+def matching(available: Sequence[str], prefix: str) -> list[str]:
+    """Names that are `prefix` or lie in the module `prefix`."""
+    return [name for name in available if name == prefix or name.startswith(f"{prefix}.")]
+
+
+def owner(name: str) -> str:
+    """The module that a parameter belongs to; a parametrisation belongs to the module that it parametrises."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("parametrizations")] if "parametrizations" in parts else parts[:-1])
+
+
+def _suggestion(available: Sequence[str], wanted: str) -> str:
+    modules = {name.rpartition(".")[0] for name in available} - {""}
+    close = difflib.get_close_matches(str(wanted), [*modules, *available], n=3, cutoff=0.5)
+    listed = close or list(available)[:8]
+    more = "" if close or len(available) <= 8 else f" and {len(available) - 8} more"
+    return f"Did you mean {', '.join(close)}?" if close else f"There are {', '.join(listed)}{more}."
+
+
+def listed_modules(names: Sequence[str]) -> str:
+    """Names of modules in a sentence, the first few of many."""
+    shown = ", ".join(f"'{name}'" if name else "the model's own parameters" for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,0 +1,1 @@
+"""Streams: alarms with a stated false-alarm rate."""

@@ -1,0 +1,94 @@
+"""Predictions that wait for their labels, which come late or never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from errbar._base.checks import stored_numbers, stored_whole, whole_number
+from errbar.errors import ArgumentError, DataError
+
+Identifier = int | str
+
+
+class Labelled(NamedTuple):
+    """A prediction whose label came: the number of its input, its PMF and the label."""
+
+    number: int
+    pmf: NDArray[np.float64]
+    label: int
+
+
+@dataclass
+class Waiting:
+    """The PMFs of inputs by name, the oldest first, at most `limit` of them.
+
+    `dropped` counts inputs that stopped waiting, `unmatched` labels that no input waited for.
+    """
+
+    limit: int
+    dropped: int = 0
+    unmatched: int = 0
+    entries: dict[Identifier, tuple[int, NDArray[np.float64]]] = field(default_factory=dict)
+
+    def require_new(self, names: Sequence[Identifier]) -> None:
+        for name in names:
+            if name in self.entries:
+                raise DataError(f"The input {name!r} still waits for its label; expected an id that is not in use.")
+
+    def add(self, name: Identifier, number: int, pmf: NDArray[np.float64]) -> None:
+        self.entries[name] = (number, pmf.copy())
+        if len(self.entries) > self.limit:
+            del self.entries[next(iter(self.entries))]
+            self.dropped += 1
+
+    def take(self, names: Sequence[Identifier], labels: Sequence[int]) -> list[Labelled]:
+        """Those of `names` that wait, in the order in which they were observed; they wait no longer."""
+        pairs = zip(names, labels, strict=True)
+        found = [Labelled(*self.entries.pop(name), label) for name, label in pairs if name in self.entries]
+        self.unmatched += len(names) - len(found)
+        return sorted(found, key=lambda entry: entry.number)
+
+    def drop_all(self) -> None:
+        self.dropped += len(self.entries)
+        self.entries.clear()
+
+    def state(self) -> dict[str, Any]:
+        entries = [[name, number, pmf.tolist()] for name, (number, pmf) in self.entries.items()]
+        return {"limit": self.limit, "dropped": self.dropped, "unmatched": self.unmatched, "entries": entries}
+
+    @staticmethod
+    def from_state(state: dict[str, Any], classes: int) -> Waiting:
+        entries: dict[Identifier, tuple[int, NDArray[np.float64]]] = {}
+        for name, number, pmf in state["entries"]:
+            if len(pmf) != classes:
+                raise ValueError(f"a PMF of {len(pmf)} numbers for {classes} classes")
+            key = name if isinstance(name, str) else whole_number(name)
+            if key is None:
+                raise ValueError(f"the name {str(name)[:60]!r}")
+            entries[key] = (stored_whole(number), np.array(stored_numbers(pmf, classes), np.float64))
+        limit, dropped, unmatched = (stored_whole(state[name]) for name in ("limit", "dropped", "unmatched"))
+        return Waiting(limit, dropped, unmatched, entries)
+
+
+def identifiers(ids: Sequence[Identifier] | Tensor, size: int | None = None) -> list[Identifier]:
+    """Names as integers and strings, none twice; `size` of them, if that is given."""
+    values: Any = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim == 1 else ids
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ArgumentError(f"ids is {ids!r}; expected a sequence of integers or strings, one for each input.")
+    names: list[Identifier] = []
+    for value in values:
+        name = value if isinstance(value, str) else whole_number(value)
+        if name is None:
+            raise ArgumentError(f"ids hold {value!r}; expected integers or strings.")
+        names.append(name)
+    if size is not None and len(names) != size:
+        raise ArgumentError(f"There are {len(names)} ids for {size} inputs; expected one for each.")
+    if len(set(names)) < len(names):
+        raise DataError("ids hold the same name twice; expected a name of its own for each input.")
+    return names

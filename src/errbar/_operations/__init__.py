@@ -1,0 +1,1 @@
+"""What is done with posteriors and predictions: calibration, priors, outliers, decisions, fusion."""

@@ -1,0 +1,214 @@
+"""`choose_prior`: the precision of the prior, by the evidence of the training data or by the NLL of held-out data.
+
+The information does not depend on the prior, so each candidate costs one factorisation and no pass over the training
+data. One precision for all layers is searched on a grid, and then between the neighbours of the best, by parabolas in
+ln λ; with `per_layer`, each layer then moves along the same grid, one after the other, as long as that helps, and is
+refined in the same way. Candidates that the caller names are taken as they are: the best of them, without refinement.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from errbar._base.progress import track
+from errbar._distributions.prediction import require_samples
+from errbar._model.batch import Unpack, batches
+from errbar._model.selection import owner
+from errbar._operations.calibrate import held_out_nll
+from errbar._posterior.information import Information
+from errbar._posterior.posterior import Posterior, condition
+from errbar._posterior.prior import Prior
+from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, DataError
+
+# Half a decade apart, which brackets the optimum; between two of these the evidence can still change by tens of nats.
+PRECISIONS = tuple(10 ** (step / 2) for step in range(-4, 9))
+# Layers move one after the other until none does; each move is an improvement, so this only guards the time.
+_SWEEPS = 10
+# What is left to gain when the refinement ends: nats of evidence (of all training data), nats of NLL a sample.
+_NEGLIGIBLE = {"evidence": 1e-2, "nll": 1e-5}
+_TRIALS = 8
+
+Score = Callable[[Posterior], float]
+
+
+def choose_prior(
+    information: Information,
+    data: Any = None,
+    *,
+    by: str = "evidence",
+    precisions: Sequence[float] = PRECISIONS,
+    per_layer: bool = False,
+    samples: int = 1000,
+    seed: int = 0,
+    unpack: Unpack | None = None,
+    progress: bool = False,
+) -> Prior:
+    """The best prior for this information; nothing else changes. Use it as `condition(information, prior)`.
+
+    Args:
+        information: what `collect` returned; with labels for the evidence.
+        data: held-out batches with labels, read once; for `by="nll"` alone.
+        by: "evidence", `Posterior.log_evidence` of the training data, or "nll" of the held-out data.
+        precisions: the candidates, at least one. Between the default ones, the best is refined (evidence: to 0.01
+            nats or so); of candidates that you name, one is returned.
+        per_layer: a precision for each layer (a mapping of module names) instead of one for all.
+        samples: Monte Carlo draws for the PMF; for `by="nll"` alone.
+        seed: of those draws.
+        unpack: as in `collect`; that of the fit unless given.
+        progress: show progress with the time left.
+    """
+    if not isinstance(information, Information):
+        raise ArgumentError(f"Expected Information, as errbar.collect returns it, got {type(information).__name__}.")
+    candidates = sorted({float(Prior(value).precision) for value in precisions})  # type: ignore[arg-type]
+    if not candidates:
+        raise ArgumentError("precisions is empty; expected at least one positive number.")
+    score = _score(by, data, require_samples(samples), seed, unpack or information.task.unpack)
+    values = [
+        _of(score, information, Prior(precision))
+        for precision in track(candidates, "Choosing the prior", enabled=progress)
+    ]
+    best = max(range(len(values)), key=values.__getitem__)
+    if values[best] == -float("inf"):
+        raise CovarianceError(
+            f"No prior precision from {candidates[0]:g} to {candidates[-1]:g} makes the posterior precision positive. "
+            "Try larger ones, or collect with precision='float64'."
+        )
+    value, negligible = values[best], _NEGLIGIBLE[by] if candidates == list(PRECISIONS) else math.inf
+    is_at_edge = len(candidates) > 2 and best in (0, len(candidates) - 1)
+    if negligible < math.inf:
+
+        def common(log_precision: float) -> float:
+            return _of(score, information, Prior(math.exp(log_precision)))
+
+        around = slice(max(best - 1, 0), best + 2)
+        known = dict(zip(map(math.log, candidates[around]), values[around], strict=True))
+        refined, value = _refined(common, known, negligible)
+        is_at_edge = is_at_edge and refined in known and known[refined] == values[best]
+        # The grid moves along, so that layers start from the best common precision.
+        candidates = [precision * math.exp(refined) / candidates[best] for precision in candidates]
+    if is_at_edge:
+        _warn_at_edge(candidates[best], by)
+    if not per_layer:
+        return Prior(candidates[best])
+    return _by_layer(information, score, candidates, best, value, progress, negligible)
+
+
+def _refined(value: Callable[[float], float], known: dict[float, float], negligible: float) -> tuple[float, float]:
+    """Where a function is greatest, and its value there, from two or three `known` places and their values.
+
+    Steps to the top of the parabola through the best place and its neighbours; where that is of no use, to the middle
+    of the wider side. Ends when a parabola promises to gain less than `negligible`.
+    """
+    known = dict(known)
+    for _ in range(_TRIALS):
+        places = sorted(known)
+        best = max(places, key=known.__getitem__)
+        at = places.index(best)
+        sides = places[max(at - 1, 0) : at + 2]
+        wider = max((place for place in sides if place != best), key=lambda place: abs(place - best))
+        trial, gain = (best + wider) / 2, math.inf
+        if len(sides) == 3 and all(math.isfinite(known[place]) for place in sides):
+            left, right = sides[0] - best, sides[2] - best
+            slopes = [(known[place] - known[best]) / (place - best) for place in (sides[0], sides[2])]
+            bend = (slopes[1] - slopes[0]) / (right - left)
+            if bend < 0:
+                tilt = slopes[0] - bend * left
+                step, gain = -tilt / (2 * bend), -(tilt**2) / (4 * bend)
+                # A step that hardly moves would leave the far side as wide as it is.
+                trial = best + (
+                    step if abs(step) > 0.02 * (right - left) else math.copysign(0.02 * (right - left), step)
+                )
+        if gain < negligible or abs(wider - best) < 1e-3:
+            break
+        known[trial] = value(trial)
+    best = max(known, key=known.__getitem__)
+    return best, known[best]
+
+
+def _score(by: str, data: Any, samples: int, seed: int, unpack: Unpack | None) -> Score:
+    """What to maximise."""
+    if by == "evidence":
+        if data is not None:
+            raise ArgumentError(
+                "The evidence is of the training data; got data= as well. Use by='nll' for held-out data."
+            )
+        return lambda posterior: posterior.log_evidence()
+    if by != "nll":
+        raise ArgumentError(f"by is {by!r}; expected 'evidence' or 'nll'.")
+    held_out = list(batches(data, unpack)) if data is not None else []
+    if not held_out:
+        raise DataError("Choosing the prior by NLL needs held-out data with labels: expected at least one batch.")
+    return lambda posterior: -held_out_nll(posterior, held_out, samples, seed)
+
+
+def _of(score: Score, information: Information, prior: Prior) -> float:
+    """The score of a prior; the worst for one that rounding of the information drowns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            posterior = condition(information, prior)
+        except CovarianceError:
+            return -float("inf")
+    return -float("inf") if posterior.jitter > 0 else score(posterior)
+
+
+def _by_layer(
+    information: Information,
+    score: Score,
+    candidates: Sequence[float],
+    start: int,
+    value: float,
+    progress: bool,
+    negligible: float,
+) -> Prior:
+    """Along the candidates until no layer moves; then between them, unless all is `negligible`."""
+    layers = list(dict.fromkeys(owner(name) or name for name in information.parameter_names))
+    chosen = dict.fromkeys(layers, start)
+
+    def prior() -> Prior:
+        return Prior({layer: candidates[index] for layer, index in chosen.items()})
+
+    for _ in range(_SWEEPS):
+        before = dict(chosen)
+        for layer in track(layers, "Choosing the prior of each layer", enabled=progress):
+            for step in (1, -1):
+                while 0 <= chosen[layer] + step < len(candidates):
+                    chosen[layer] += step
+                    trial = _of(score, information, prior())
+                    if trial <= value:
+                        chosen[layer] -= step
+                        break
+                    value = trial
+        if chosen == before:
+            break
+    if negligible == math.inf:
+        return prior()
+    exact = {layer: math.log(candidates[index]) for layer, index in chosen.items()}
+    width = math.log(candidates[1] / candidates[0])
+    for _ in range(_SWEEPS):
+        previous = value
+        for layer in track(layers, "Refining the prior of each layer", enabled=progress):
+
+            def alone(log_precision: float, layer: str = layer) -> float:
+                trial = {**exact, layer: log_precision}
+                return _of(score, information, Prior({name: math.exp(at) for name, at in trial.items()}))
+
+            # Below and above; layers depend on each other, so what a sweep before has found may have moved.
+            ends = {exact[layer] + side: alone(exact[layer] + side) for side in (-width, width)}
+            exact[layer], value = _refined(alone, {exact[layer]: value, **ends}, negligible)
+        if value - previous < negligible:
+            break
+        width = max(width / 2, 0.1)
+    return Prior({layer: math.exp(at) for layer, at in exact.items()})
+
+
+def _warn_at_edge(precision: float, by: str) -> None:
+    warnings.warn(
+        f"The best prior precision by {by} lies at the edge of the candidates, {precision:g}. Give others with "
+        "precisions=, or take it as a sign that these data do not determine the prior.",
+        CalibrationWarning,
+        stacklevel=3,
+    )

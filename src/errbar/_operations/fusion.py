@@ -1,0 +1,227 @@
+"""Fusion of logits: of several classifiers that saw one object, and of several frames seen by one classifier.
+
+Softmax ignores a common shift of the logits, and with the `ggn` Fisher the data say nothing about it. So both work on
+contrasts, coordinates in 1⊥, and return covariances of rank M−1; `raw=True` is the paper's formula to the letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar.errors import ArgumentError, MismatchError, SingularCovarianceError
+
+_CERTAIN = (
+    "A covariance scale of zero, or fewer selected parameters than classes, leaves logits that are certain: such "
+    "estimates cannot be weighed against each other."
+)
+
+
+def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGaussian:
+    """Independent classifiers of one object, row by row: P = (Σ_c P_c⁻¹)⁻¹, ĝ = P Σ_c P_c⁻¹ ĝ_c (sec. Fusion)."""
+    if not isinstance(gaussians, Iterable):
+        raise ArgumentError(f"Cannot fuse {type(gaussians).__name__}; expected several LogitGaussian.")
+    sources = list(gaussians)
+    _require_fusible(sources)
+    dtype = torch.float64 if any(s.mean.dtype == torch.float64 for s in sources) else torch.float32
+    rounding = torch.finfo(dtype).eps
+    information: Float[Tensor, "B d d"] | None = None
+    weighted: Float[Tensor, "B d"] | None = None
+    basis = _basis(sources[0].mean, raw)
+    for position, source in enumerate(sources):
+        covariance = basis.mT @ source.covariance.double() @ basis
+        try:
+            precision = linalg.inverse(covariance, name=f"The covariance of classifier {position}", rounding=rounding)
+        except SingularCovarianceError as error:
+            raise SingularCovarianceError(f"{error} {_CERTAIN}") from None
+        vector = (precision @ (source.mean.double() @ basis)[..., None])[..., 0]
+        information = precision if information is None else information + precision
+        weighted = vector if weighted is None else weighted + vector
+    assert information is not None
+    assert weighted is not None
+    covariance = linalg.inverse(information, name="The fused information")
+    mean = (covariance @ weighted[..., None])[..., 0]
+    return _in_logits(mean, covariance, basis, dtype)
+
+
+def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = None) -> LogitGaussian:
+    """Frames of one object, with the covariance R between them: P = (HᵀR⁻¹H)⁻¹, ĝ = P HᵀR⁻¹z (sec. Fusion).
+
+    All frames share the parameters, so their errors are correlated, and R tells how much. More frames than parameters,
+    or a frame that comes twice, make R singular; it is then inverted on its range, the eigenvalues above rcond · max,
+    and `rank` of the result says how many those are. By default rcond is what rounding makes of zero: 4 · size · eps
+    of float64, or (8 eps)² of a network with a larger eps, whose derivatives are no better. Neither repeating a frame
+    nor another order changes anything. A frame whose contrasts vary less than that is certain beside the others, and
+    refused.
+    """
+    if not isinstance(joint, JointLogits):
+        raise ArgumentError(
+            f"Expected JointLogits, as posterior.joint_logits(frames) returns them, got {type(joint).__name__}. For "
+            "different classifiers use errbar.fuse."
+        )
+    if raw:
+        return _fused_to_the_letter(joint)
+    spread = _Spread.of(joint, rcond)
+    _require_uncertain(joint, spread)
+    kept = _without_repeats(joint, spread.cut)
+    if len(kept) < len(joint):
+        joint = joint.chosen(kept)
+        spread = _Spread.of(joint, rcond)
+    basis = _basis(joint.mean, raw=False)
+    above = spread.deviations.square() > spread.cut
+    deviations, directions = spread.deviations[above], spread.directions[:, above]
+    # R⁻¹ = U diag(σ⁻²) Uᵀ on the range: what follows is least squares with the rows of diag(σ⁻¹) Uᵀ H.
+    weighted = (directions / deviations).mT
+    rows = weighted.unflatten(1, (len(joint), basis.shape[1])).sum(1)
+    # σ of one part in so many has directions that are off by as many roundings.
+    rounding = 4 * len(directions) * torch.finfo(torch.float64).eps * float(deviations[0] / deviations[-1])
+    name = "HᵀR⁻¹H, the fused information"
+    left, values, right = linalg.singular_vectors(rows, name=name)
+    if len(values) < basis.shape[1] or float(values[-1]) <= rounding * float(values[0]):
+        raise SingularCovarianceError(f"{name}, is singular, so it has no inverse. {_CERTAIN}")
+    half = right.mT / values
+    mean = half @ (left.mT @ (weighted @ (joint.mean.double() @ basis).reshape(-1)))
+    return _in_logits(mean[None], (half @ half.mT)[None], basis, joint.mean.dtype, int(above.sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Spread:
+    """EᵀR E = U diag(σ²) Uᵀ of the contrasts of all frames, the largest σ first, and the σ² that rounding can make."""
+
+    directions: Float[Tensor, "s r"]
+    deviations: Float[Tensor, "r"]
+    cut: float
+
+    @staticmethod
+    def of(joint: JointLogits, rcond: float | None) -> _Spread:
+        """From a root of EᵀR E, whose singular values are far more accurate than eigenvalues of R, or from R."""
+        frames, classes = joint.mean.shape
+        size = frames * (classes - 1)
+        name = "The covariance between the frames"
+        if joint.contrast_root is not None:
+            directions, deviations, _ = linalg.singular_vectors(joint.contrast_root.flatten(0, 1), name=name)
+            scale = 1.0
+        else:
+            eigenvalues, vectors = linalg.eigenvectors(_contrasts(joint), name=name)
+            directions, deviations = vectors.flip(1), eigenvalues.flip(0).clamp_min(0).sqrt()
+            # R was rounded as a whole, with a common shift of the logits that can be far larger than its contrasts.
+            largest = float(deviations[0].square())
+            scale = float(joint.covariance.norm()) / largest if largest > 0 else 1.0
+        share = max(4 * size * joint.rounding * scale, (8 * joint.network_rounding) ** 2) if rcond is None else rcond
+        return _Spread(directions, deviations, share * float(deviations[0].square()))
+
+
+def _contrasts(joint: JointLogits) -> Float[Tensor, "s s"]:
+    basis = _basis(joint.mean, raw=False)
+    made = torch.einsum("imjn,ma,nb->iajb", joint.covariance, basis, basis)
+    return made.flatten(2).flatten(0, 1)
+
+
+def _contrast_variances(joint: JointLogits) -> Float[Tensor, "C"]:
+    """The mean variance of the contrasts of each frame."""
+    if joint.contrast_root is not None:
+        return joint.contrast_root.square().sum(2).mean(1)
+    return _contrasts(joint).diagonal().reshape(len(joint), -1).mean(1)
+
+
+def _require_uncertain(joint: JointLogits, spread: _Spread) -> None:
+    """Refuse frames that are certain up to rounding: they would decide alone, or be left out without a word."""
+    variances = _contrast_variances(joint)
+    certain = (variances <= spread.cut).nonzero()[:, 0].tolist()
+    if certain:
+        named = ", ".join(str(frame) for frame in certain[:5]) + (", …" if len(certain) > 5 else "")
+        raise SingularCovarianceError(
+            f"The contrasts of frame {named} have a variance of {float(variances[certain[0]]):.3g}, where the largest "
+            f"is {float(spread.deviations[0].square()):.3g} and rounding explains {spread.cut:.3g}; expected more than "
+            f"that of each frame. {_CERTAIN} Leave the frame out, or give a smaller rcond."
+        )
+
+
+def _fused_to_the_letter(joint: JointLogits) -> LogitGaussian:
+    """The paper's formula on the logits themselves, for an R that is not singular."""
+    frames, classes = joint.mean.shape
+    size = frames * classes
+    # `inverse` counts the size itself.
+    rounding = max(4 * joint.rounding, (8 * joint.network_rounding) ** 2 / size)
+    R = joint.covariance.flatten(2).flatten(0, 1)
+    inverse = linalg.inverse(R, name="The covariance R between the frames", rounding=rounding)
+    basis = _basis(joint.mean, raw=True)
+    H = basis.repeat(frames, 1)
+    P = linalg.inverse(H.mT @ inverse @ H, name="HᵀR⁻¹H, the fused information")
+    mean = P @ (H.mT @ (inverse @ joint.mean.double().reshape(size)))
+    return _in_logits(mean[None], P[None], basis, joint.mean.dtype, size)
+
+
+def _without_repeats(joint: JointLogits, cut: float) -> list[int]:
+    """The frames that equal no earlier one: other logits, or a difference whose variance is more than rounding.
+
+    Where R is singular for other reasons as well, its pseudo-inverse would otherwise weigh what comes twice.
+    """
+    mean = joint.mean.double()
+    tolerance = mean.numel() * joint.network_rounding * mean.abs().max()
+    alike = torch.cdist(mean, mean, p=torch.inf) <= tolerance
+    kept: list[int] = []
+    for frame in range(len(mean)):
+        others = [other for other in kept if bool(alike[frame, other])]
+        if all(_difference(joint, frame, other) > cut for other in others):
+            kept.append(frame)
+    return kept
+
+
+def _difference(joint: JointLogits, first: int, second: int) -> float:
+    """The mean variance of the contrasts of z_i − z_j."""
+    if joint.contrast_root is not None:
+        return float((joint.contrast_root[first] - joint.contrast_root[second]).square().sum(1).mean())
+    blocks = joint.chosen([first, second]).covariance
+    between = blocks[0, :, 0] + blocks[1, :, 1] - blocks[0, :, 1] - blocks[1, :, 0]
+    return float(linalg.contrast_covariance(between).diagonal().mean())
+
+
+def _basis(like: Tensor, raw: bool) -> Float[Tensor, "M d"]:
+    classes = like.shape[1]
+    if raw:
+        return torch.eye(classes, dtype=torch.float64, device=like.device)
+    return linalg.contrast_basis(classes, like.device)
+
+
+def _in_logits(
+    mean: Float[Tensor, "B d"],
+    covariance: Float[Tensor, "B d d"],
+    basis: Float[Tensor, "M d"],
+    dtype: torch.dtype,
+    rank: int | None = None,
+) -> LogitGaussian:
+    """Contrasts as logits again, with mean zero over the classes."""
+    logits = mean @ basis.mT
+    spread = linalg.symmetric(basis @ covariance @ basis.mT)
+    return LogitGaussian.trusted(logits.to(dtype), spread.to(dtype), rank)
+
+
+def _require_fusible(sources: list[LogitGaussian]) -> None:
+    if not sources:
+        raise ArgumentError("There is nothing to fuse; expected one or more LogitGaussian.")
+    for position, source in enumerate(sources):
+        if not isinstance(source, LogitGaussian):
+            raise ArgumentError(
+                f"Item {position} to fuse is a {type(source).__name__}; expected a LogitGaussian, as "
+                "posterior.logits(x) returns it."
+            )
+        if source.mean.shape[1] != sources[0].mean.shape[1]:
+            raise MismatchError(
+                f"Cannot fuse classifiers with {sources[0].mean.shape[1]} and {source.mean.shape[1]} classes; expected "
+                "the same classes in the same order."
+            )
+        if len(source) != len(sources[0]):
+            raise MismatchError(
+                f"Cannot fuse {len(sources[0])} inputs with {len(source)}; expected row i of each to be one object."
+            )
+        if source.mean.device != sources[0].mean.device:
+            raise MismatchError(
+                f"Cannot fuse logits on {sources[0].mean.device} with logits on {source.mean.device}; move one first."
+            )

@@ -1,0 +1,203 @@
+"""The sizes that the cost of a fit depends on, and what all structures need beside their own arrays: rows of Jacobians,
+backward passes, Monte Carlo.
+
+Bytes are peaks. Arrays that are large go back to the system when they are freed; on a CPU, what the network and small
+products leave behind stays in the heap of the process, and is counted as measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from errbar._curvature.fisher import Fisher
+from errbar._derivative import layerwise, route
+from errbar._distributions import prediction
+
+Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
+
+# Bytes that a backward pass takes for each sample and seed, as a share of the bytes of all outputs of modules on its
+# way: measured on ResNet-20, on a CPU with what stays in the heap.
+_BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
+# What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
+_KEPT_SHARE = {"cpu": 1.3, "cuda": 1.1}
+# Freed pieces above this go back to the system (glibc's largest mmap threshold); smaller ones stay in the heap.
+_RETURNED_BYTES = 2**25
+
+
+@dataclass(frozen=True)
+class Term:
+    """One layer whose Jacobian is Σ_t V_t ⊗ h_tᵀ; `plain` where it is a linear layer that was called once."""
+
+    module: str
+    outputs: int
+    width: int
+    uses: int
+    plain: bool
+    returns_logits: bool
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.width
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of a fit: everything that its cost depends on.
+
+    `modules` are the selected parameters of each module, `tensors` the sizes of all selected tensors, `terms` the
+    layers that can be taken apart; `tail_bytes` are the outputs of all modules from the first selected one on, for
+    one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
+    the tensors in neither a term nor a norm layer, whose Jacobians are made for each sample by itself.
+    """
+
+    modules: tuple[tuple[str, int], ...]
+    tensors: tuple[int, ...]
+    terms: tuple[Term, ...]
+    classes: int
+    batch: int
+    fisher: Fisher
+    itemsize: int
+    network_itemsize: int
+    tail_bytes: int
+    device: str
+    rank: int
+    draws: int
+    alone: tuple[int, ...] = ()
+    widest: int = 0
+
+    @property
+    def n(self) -> int:
+        return sum(self.tensors)
+
+    @property
+    def rest(self) -> int:
+        """Parameters that no term holds."""
+        return self.n - sum(term.size for term in self.terms)
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of h_t that one sample has in all layers."""
+        return sum(term.uses * term.width for term in self.terms)
+
+    @property
+    def outer_size(self) -> int:
+        """Numbers of V_t that one sample and logit have in all layers, and of the widest derivative on the way back."""
+        own = sum(term.uses * term.outputs for term in self.terms if not term.returns_logits)
+        return own + self.widest if own or self.rest > sum(self.alone) else 0
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether no Jacobian is formed: only plain layers, whose pairs of terms are cheaper than M n²."""
+        if self.rest or not all(term.plain for term in self.terms):
+            return False
+        total = sum(term.uses * term.size for term in self.terms)
+        squares = sum(term.uses * term.size**2 for term in self.terms)
+        return squares / 4 + (total**2 - squares) / 2 <= self.classes * self.n**2
+
+    @property
+    def is_per_class(self) -> bool:
+        single = len(self.terms) == 1 and self.terms[0].returns_logits
+        return single and self.is_factored and self.fisher == "eta"
+
+    def of_module(self, module: str, size: int) -> Workload:
+        """The part of one module alone, as a block of the structure `block`."""
+        terms = tuple(term for term in self.terms if term.module == module)
+        return replace(self, modules=((module, size),), tensors=(size,), terms=terms)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes: held after the fit, peaks of fit and prediction (both with the posterior). Multiplications: of a sample
+    in the fit, once, of an input in a prediction. `seeds` are backward passes for a sample, and for an input."""
+
+    posterior_bytes: int
+    fit_bytes: int
+    predict_bytes: int
+    sample_products: float
+    once_products: float
+    input_products: float
+    seeds: tuple[float, float]
+    exact: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.fit_bytes, self.predict_bytes)
+
+
+def by_device(values: dict[str, int] | dict[str, float], device: str) -> float:
+    return values.get(device, values["cpu"])
+
+
+def drawing_bytes(work: Workload, *, full: bool) -> int:
+    """Bytes of Monte Carlo: the draws, a block of samples, and with full covariances B of these in float64."""
+    one = work.classes * work.draws * work.network_itemsize
+    block = max(one, min(by_device(prediction.BLOCK_BYTES, work.device), work.batch * one))
+    draws = work.draws * work.classes * (8 + work.network_itemsize)
+    covariances = 4 * 8 * work.classes**2 if full else 4 * 8 * work.classes
+    return int(6 * block + draws + work.batch * covariances)
+
+
+def drawing_products(work: Workload, *, full: bool) -> float:
+    """Multiplications of Monte Carlo: K draws of M logits from M−1 normal numbers each, or from one."""
+    return float(work.draws * work.classes * (work.classes if full else 1))
+
+
+def backward_bytes(work: Workload, samples: int, seeds: int) -> int:
+    """Bytes of a backward pass of so many seeds for each of some samples, mapped over both."""
+    return int(samples * seeds * by_device(_BACKWARD_SHARE, work.device) * work.tail_bytes)
+
+
+def row_bytes(work: Workload, samples: int, seeds: int, tensors: tuple[int, ...] | None = None) -> int:
+    """Bytes of rows of Jacobians, and of the pieces that they were put together from.
+
+    Large pieces go back to the system one by one while the rows fill; the largest is there twice while it is copied.
+    """
+    each = samples * seeds * work.network_itemsize
+    sizes = work.tensors if tensors is None else tensors
+    large = [size for size in sizes if work.device == "cpu" and size * each >= _RETURNED_BYTES]
+    pieces = sum(sizes) - sum(large) + max(large, default=0)
+    return each * (sum(sizes) + pieces)
+
+
+def samples_at_a_time(work: Workload, numbers: int) -> int:
+    """Samples whose derivatives, of so many numbers each, are made layer by layer at a time."""
+    return min(work.batch, max(1, layerwise.part_bytes(work.device) // (8 * max(1, numbers))))
+
+
+def jacobian_samples(work: Workload) -> int:
+    """Samples whose Jacobians are made at a time."""
+    limit = int(by_device(route.JACOBIAN_BYTES, work.device))
+    by_layer = samples_at_a_time(work, work.inner_size + work.classes * (work.outer_size + work.rest))
+    return min(by_layer, max(1, limit // (8 * work.classes * work.n)))
+
+
+def kept_bytes(work: Workload, samples: int) -> int:
+    """Bytes that a pass with a graph keeps."""
+    return int(samples * by_device(_KEPT_SHARE, work.device) * work.tail_bytes)
+
+
+def by_layer_bytes(work: Workload, samples: int) -> int:
+    """Bytes of derivatives layer by layer: the graph, h_t, V_t, the widest once more, and the rest's columns.
+
+    Where Jacobians of tensors are made for each sample by itself, the backward pass of those.
+    """
+    w, classes = work.network_itemsize, work.classes
+    own = max((t.uses * t.outputs for t in work.terms if not t.returns_logits), default=0)
+    outer = classes * (work.outer_size + 2 * max(own, work.widest) + work.rest)
+    made = samples * (2 * work.inner_size * work.itemsize + outer * w)
+    alone = row_bytes(work, samples, classes, work.alone) + backward_bytes(work, samples, classes) if work.alone else 0
+    return kept_bytes(work, samples) + max(made, alone)
+
+
+def explicit_bytes(work: Workload) -> int:
+    """Bytes of Jacobians in the making: of all layers, and twice those of the largest."""
+    samples = jacobian_samples(work)
+    each = samples * work.classes * work.network_itemsize
+    largest = max((term.size for term in work.terms), default=0)
+    return each * (work.n + 2 * largest) + by_layer_bytes(work, samples)
+
+
+def explicit_products(work: Workload) -> float:
+    """Multiplications that stand for the passes over memory of M n numbers; a product does ten in that time."""
+    return 10.0 * work.classes * work.n

@@ -1,0 +1,1 @@
+"""From data to posterior: what is asked, the information, the prior, the posterior."""

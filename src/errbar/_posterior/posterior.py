@@ -1,0 +1,437 @@
+"""`Posterior`: N(θ̂, P) over the chosen parameters, and what it says about the logits of an input."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from errbar._base.checks import Checks
+from errbar._base.execution import plain_execution
+from errbar._curvature.dense import DenseFactor, DenseSum
+from errbar._distributed.shards import opened
+from errbar._distributed.team import Team, team_of
+from errbar._distributions.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
+from errbar._distributions.prediction import (
+    GivenSampler,
+    Prediction,
+    require_samples,
+    require_seed,
+    softmax_over_classes_,
+    standard_normal,
+)
+from errbar._export.write import Example, ExportRequest, checked_outputs, checked_path, checked_thresholds, write_export
+from errbar._files.checkpoint import DEFAULT_EVERY
+from errbar._files.container import write
+from errbar._files.factors import take_factor_apart
+from errbar._files.task import SavedInformation, checked_classes, information_record
+from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
+from errbar._model.network import Network, Output, require_finite_logits
+from errbar._posterior.differentiate import DEFAULT_RANK, Factor, checked, rounding_share
+from errbar._posterior.information import Information, accumulate_over, collect
+from errbar._posterior.prior import Prior
+from errbar.errors import ArgumentError, LabelError, WeightsChangedError
+
+# Rounding of the information by so much of the prior is announced.
+_NOTICEABLE_ROUNDING = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """The Laplace approximation N(θ̂, P), P = (information + prior precision)⁻¹ (eq:PN approx).
+
+    `temperature` T and `covariance_scale` T_c calibrate it: the logits are N(ĝ/T, T_c P^g/T²).
+    """
+
+    information: Information
+    prior: Prior
+    factor: Factor
+    temperature: float = 1.0
+    covariance_scale: float = 1.0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.information.model
+
+    @property
+    def unpack(self) -> KeptUnpack | None:
+        """How batches are read where no other `unpack` is given: that of the fit, or of `load`."""
+        return self.information.task.unpack
+
+    @property
+    def jitter(self) -> float:
+        """What had to be added to the precision, as a share of its mean diagonal, to factorise it; usually 0."""
+        return self.factor.factorisation[1]
+
+    def covariance(self) -> Float[Tensor, "n n"]:
+        """P in float64, without T and T_c."""
+        return self.factor.covariance.clone()
+
+    def logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """N(ĝ/T, T_c P^g/T²) for each input (eq:linearize); `x` and `unpack` as in `predict`."""
+        return self.accurate_logits(x, unpack=unpack).rounded()
+
+    def accurate_logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """`logits` with the covariance still in the dtype of products.
+
+        The common shift of the logits can have a variance that is orders of magnitude above that of the contrasts;
+        what is sampled is therefore taken before the covariance is rounded to the dtype of results.
+        """
+        if is_stream(x):
+            stream = input_batches(x, unpack or self.unpack)
+            return LogitGaussian.concatenated([self.accurate_logits(batch) for batch in stream])
+        task = self.information.task
+        with plain_execution(task.network.device):
+            checks, batch = self._prepared(x, unpack)
+            parts = list(checked(task.way.gaussians(self.factor, batch), checks))
+            checks.finish()
+        return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
+
+    def joint_logits(self, frames: Any, *, unpack: Unpack | None = None) -> JointLogits:
+        """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion).
+
+        `frames` are one batch; `unpack` as in `predict`. The mean is in the dtype of results; the covariance is float64
+        always, and so is all that it is made of after the network itself.
+        """
+        task = self.information.task
+        with plain_execution(task.network.device):
+            checks, batch = self._prepared(frames, unpack)
+            joint = task.way.joint(self.factor, batch)
+            require_finite_logits(joint.mean, checks)
+            checks.finish()
+        return joint.calibrated(self.temperature, self.covariance_scale)
+
+    def predict(
+        self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random", unpack: Unpack | None = None
+    ) -> Prediction:
+        """The PMF of each input, with its error bars (eq:gmarg).
+
+        Args:
+            x: one batch: a tensor, a mapping, or a list or tuple (x, …), of which labels are ignored. Or a DataLoader,
+                a Dataset or an iterator of batches, whose inputs are put one after the other; what is made of all of
+                them is held, not they themselves.
+            samples: Monte Carlo draws.
+            seed: of those draws.
+            draws: as in `LogitGaussian.predict`.
+            unpack: a function from a batch to (args, kwargs, labels), which are ignored. Unless given, that of the fit
+                reads batches like those of the fit, and lists and tuples always, from which the labels at the end may
+                be missing. A tensor or a mapping that it cannot take is what the model itself takes.
+        """
+        return self.accurate_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
+
+    def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
+        network = self.information.network
+        network.require_unchanged()
+        checks = Checks(network.device)
+        return checks, network.prepare(input_batch(x, unpack or self.unpack), checks)
+
+    def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
+        """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
+        network = self.information.network
+        network.require_unchanged()
+        values = self.information.selection.values(network.module)
+        drawn = self.information.selection.unflatten(self._drawn_vectors(samples, seed, scale=1.0))
+        return {name: drawn[name].to(value.dtype) for name, value in values.items()}
+
+    def _drawn_vectors(self, samples: int, seed: int, *, scale: float) -> Float[Tensor, "K n"]:
+        center = self.information.selection.flatten(self.information.network.module)
+        normal = standard_normal(require_samples(samples), self.information.n_parameters, seed, center)
+        return center + math.sqrt(scale) * self.factor.sample(normal)
+
+    def predict_by_parameters(
+        self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None
+    ) -> Prediction:
+        """The expensive alternative: θ⁽ᵏ⁾ ~ N(θ̂, T_c P), f⁽ᵏ⁾ = softmax(g(x; θ⁽ᵏ⁾)/T) by the whole network (eq:genMC).
+
+        The reference that the delta method is compared with: nothing is linearised here. `x` is one batch; `unpack` as
+        in `predict`.
+        """
+        network, selection = self.information.network, self.information.selection
+        network.require_unchanged()
+        vectors = self._drawn_vectors(samples, seed, scale=self.covariance_scale)
+        dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
+        with plain_execution(network.device):
+            checks = Checks(network.device)
+            batch = network.prepare(input_batch(x, unpack or self.unpack), checks)
+            network.logits(batch)  # an input that the model cannot take is reported by this call
+            drawn = []
+            for vector in vectors:
+                values = selection.unflatten(vector[None])
+                logits = network.logits(batch, {name: v[0].to(dtypes[name]) for name, v in values.items()})
+                require_finite_logits(logits, checks)
+                drawn.append(logits.to(network.dtype) / self.temperature)
+            checks.finish()
+        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(drawn, 2))))
+
+    def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
+        """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
+
+        θ̂ does not move: the model is not trained on these data, only their information counts. `unpack` is that of the
+        fit unless given; `group` as in `collect`; several ranks together always refactorise.
+        """
+        team = team_of(group)
+        self.require_ready(team)
+        few, stream = self._few(opened(data, unpack or self.unpack, team), team)
+        rows: list[Tensor] | None = [] if few else None
+        information = self.information + accumulate_over(team, self.information.task, stream, rows)
+        if rows is None or not isinstance(self.factor, DenseFactor):
+            return self._with_information(information)
+        assert isinstance(information.total, DenseSum)
+        return replace(self, information=information, factor=self.factor.recursion(torch.cat(rows), information.total))
+
+    def forget(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
+        """The posterior without some of its data, equal to a fit on the others.
+
+        This is not unlearning: θ̂ was estimated with these data and does not move; only their information is taken
+        out of the covariance. Always in information form, because the check that the data had been seen (no
+        negative eigenvalue may remain) costs as much as the factorisation. `unpack` and `group` as in `update`.
+        """
+        team = team_of(group)
+        self.require_ready(team)
+        gone = accumulate_over(team, self.information.task, opened(data, unpack or self.unpack, team))
+        return self._with_information(self.information - gone)
+
+    def require_ready(self, team: Team) -> None:
+        """Refuse changed weights, and ranks of a team whose posteriors are not the same."""
+        team.together(self.information.network.require_unchanged)
+        if not team.is_alone:
+            facts = self.information.task.facts() | {"prior": self.prior.described()}
+            team.require_same(facts | {"number of samples in the posterior": str(self.information.n_samples)})
+
+    def _few(self, stream: Iterator[Batch], team: Team) -> tuple[bool, Iterator[Batch]]:
+        """Whether the stream is so short that the recursion is cheaper than to refactorise; and the stream, unread."""
+        held: list[Batch] = []
+        count = 0
+        while team.is_alone and self.factor.can_recurse(count):
+            batch = next(stream, None)
+            if batch is None:
+                return bool(held), iter(held)
+            held.append(batch)
+            count += len(batch) * self.information.n_classes
+        return False, _chain(held, stream)
+
+    def _with_information(self, information: Information) -> Posterior:
+        made = condition(information, self.prior)
+        return replace(made, temperature=self.temperature, covariance_scale=self.covariance_scale)
+
+    def log_evidence(self) -> float:
+        """ln p(T) ≈ L_N(θ̂) + ln N(θ̂; 0, P_0) + (n/2) ln 2π + ½ ln det P, the Laplace approximation.
+
+        With the constants cancelled: L_N(θ̂) − ½ Σ λθ̂² + ½ Σ ln λ − ½ ln det(information + diag λ).
+        """
+        information = self.information
+        information.network.require_unchanged()
+        if information.log_likelihood is None:
+            raise LabelError(
+                "log_evidence needs Σ ln f_y, and the data of the fit had no labels; collect from batches (x, labels)."
+            )
+        theta = information.selection.flatten(information.network.module).cpu()
+        precision = self.prior.diagonal(information.selection)
+        penalty = float((precision * theta.square()).sum() - precision.log().sum())
+        return information.log_likelihood - 0.5 * (penalty + self.factor.log_determinant_of_precision())
+
+    def with_prior(self, prior: Prior) -> Posterior:
+        """The same information, T and T_c with another prior; no pass over data."""
+        made = condition(self.information, prior)
+        return replace(made, temperature=self.temperature, covariance_scale=self.covariance_scale)
+
+    def with_calibration(self, *, temperature: float | None = None, covariance_scale: float | None = None) -> Posterior:
+        """The same posterior with T or T_c replaced. T_c = 0 is plain temperature scaling."""
+        T = self.temperature if temperature is None else require_temperature(temperature)
+        scale = self.covariance_scale if covariance_scale is None else require_covariance_scale(covariance_scale)
+        return replace(self, temperature=T, covariance_scale=scale)
+
+    def to(self, device: torch.device | str) -> Posterior:
+        """The same posterior on `device`: with the user's model if it is there already, else with a copy of it."""
+        target = torch.empty(0, device=device).device
+        network = self.information.network
+        at_home = next(network.module.parameters()).device == target
+        moved = Network(network.model if at_home else copy.deepcopy(network.module).to(target), network.output)
+        if not moved.same_weights(network):
+            raise WeightsChangedError(
+                "The model's weights changed since the fit, so the posterior cannot follow it. Fit again."
+            )
+        information = self.information.to(target, moved)
+        return replace(self, information=information, factor=self.factor.to(target))
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        example: Any,
+        samples: int = 1000,
+        seed: int = 0,
+        risk: Any = (),
+        draws: str = "random",
+        outputs: Sequence[str] | None = None,
+    ) -> None:
+        """Write an `.onnx` or `.pt2` file that predicts by itself, for any batch size, with T and T_c in it.
+
+        Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
+        thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
+        gives, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front of the
+        selected layers may be anything; these and what follows must be linear layers with activations between them.
+        """
+        checked_path(path)
+        prediction = self.predict(example, samples, seed, draws=draws)
+        thresholds = checked_thresholds(risk, prediction)
+        names = checked_outputs(outputs, risk=len(thresholds) > 0)
+        request = ExportRequest(
+            self.temperature,
+            self.covariance_scale,
+            require_samples(samples),
+            require_seed(seed),
+            draws,
+            thresholds,
+            names,
+        )
+        batch = self._prepared(example)[1]
+        # The batch size is free in the file, so it has to be right about one row as well as about several.
+        parts = [batch, batch.rows(0, 1)] if len(batch) > 1 else [batch]
+        examples = [Example.of(part, self.accurate_logits(part), request) for part in parts]
+        write_export(path, self.information.task, self.factor, examples, request)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles carry the model and the information; the factorisation, which has locks, is made again."""
+        return _restored, (self.information, self.prior, self.temperature, self.covariance_scale)
+
+    def save(
+        self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
+    ) -> None:
+        """Write a safetensors file for `errbar.load`: information, prior, T and T_c; no data, no code.
+
+        With `factors` the factorisation goes into the file too, which makes it about three times as large for the
+        exact structure and loading instant. `classes` are names for people. The file is replaced as a whole: on a
+        full disk, or if the process is killed, the one before is unharmed.
+        """
+        information, precision = self.information, self.prior.precision
+        classes = checked_classes(classes, information.n_classes)
+        saved = SavedInformation(
+            information.task, information.total, information.n_samples, information.log_likelihood, classes
+        )
+        description, tensors = information_record(saved)
+        small: dict[str, Any] | None = None
+        if factors:
+            small, arrays = take_factor_apart(self.factor)
+            tensors |= arrays
+        if isinstance(precision, Tensor):
+            tensors["prior"] = precision
+        description |= {
+            "prior": {"entries": len(precision)} if isinstance(precision, Tensor) else _as_json(precision),
+            "temperature": self.temperature,
+            "covariance_scale": self.covariance_scale,
+            "factor": small,
+        }
+        write(path, "posterior", description, tensors)
+
+
+def _restored(information: Information, prior: Prior, temperature: float, covariance_scale: float) -> Posterior:
+    return replace(condition(information, prior), temperature=temperature, covariance_scale=covariance_scale)
+
+
+def _as_json(precision: float | Mapping[str, float]) -> dict[str, Any]:
+    return {"modules": dict(precision)} if isinstance(precision, Mapping) else {"value": precision}
+
+
+def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:
+    """Information and a prior make a posterior; no pass over data.
+
+    `model` is only for information that came from a file, which does not hold one.
+    """
+    if not isinstance(information, Information):
+        raise ArgumentError(f"Expected Information, as errbar.collect returns it, got {type(information).__name__}.")
+    if not isinstance(prior, Prior):
+        raise ArgumentError(f"prior is {prior!r}; expected errbar.Prior, for example errbar.Prior(1.0).")
+    if model is not None:
+        information = information.with_model(model)
+    elif not information.task.has_model:
+        raise ArgumentError(
+            "This information came from a file, and files hold no model; expected condition(information, prior, "
+            "model=model) with the model that it is about."
+        )
+    precision = prior.diagonal(information.selection).to(information.network.device)
+    factor = information.total.condition(precision, jitter_limit(information))
+    if factor.factorisation[1] > 0:
+        warnings.warn(
+            f"The posterior precision needed jitter of {factor.factorisation[1]:.0e} of its mean diagonal: the prior "
+            "is smaller than the rounding of the information. Use precision='float64' or a larger prior precision.",
+            UserWarning,
+            stacklevel=2,
+        )
+    elif information.dtype != torch.float64:
+        _warn_of_rounding(factor, precision)
+    return Posterior(information, prior, factor)
+
+
+def _warn_of_rounding(factor: Factor, precision: Float[Tensor, "n"]) -> None:
+    """Float32 products of samples that are alike round alike, and their errors add up like the samples."""
+    share = rounding_share(factor, precision)
+    if share > _NOTICEABLE_ROUNDING:
+        warnings.warn(
+            f"Rounding of float32 products has changed the information by about {share:.0%} of the prior precision in "
+            "directions that the prior decides, and variances there by as much: many samples are alike, and have "
+            "rounded alike. Use precision='float64' or a larger prior precision.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def jitter_limit(information: Information) -> float:
+    """Rounding of float32 products can leave eigenvalues below zero; the prior usually lifts them, jitter if not."""
+    return 1e-12 if information.dtype == torch.float64 else 1e-6
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    prior: Prior | None = None,
+    last_layers: int | None = None,
+    parameters: str | Sequence[str] | None = None,
+    fisher: str = "ggn",
+    structure: str = "dense",
+    rank: int = DEFAULT_RANK,
+    precision: str | None = None,
+    unpack: Unpack | None = None,
+    output: Output = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = DEFAULT_EVERY,
+    group: Any = None,
+    progress: bool = False,
+) -> Posterior:
+    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior."""
+    information = collect(
+        model,
+        data,
+        last_layers=last_layers,
+        parameters=parameters,
+        fisher=fisher,
+        structure=structure,
+        rank=rank,
+        precision=precision,
+        unpack=unpack,
+        output=output,
+        checkpoint=checkpoint,
+        every=every,
+        group=group,
+        progress=progress,
+    )
+    return condition(information, Prior() if prior is None else prior)
+
+
+def require_posterior(value: object) -> None:
+    if not isinstance(value, Posterior):
+        raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")
+
+
+def _chain(held: list[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:
+    yield from held
+    yield from rest

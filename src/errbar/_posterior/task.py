@@ -1,0 +1,142 @@
+"""What is asked of the data: sums of which structure, about which parameters of which network.
+
+A file holds no model. What is read from one is about an `AbsentNetwork`, of which only the weights' fingerprint is
+known; `Task.on` puts a model in its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from errbar._curvature.fisher import Fisher
+from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
+from errbar._model.network import Network, Output, described_output, require_output
+from errbar._model.selection import Selection
+from errbar._planning.workload import Structure
+from errbar._posterior.differentiate import Way
+from errbar.errors import ArgumentError, MismatchError, ModelError
+
+Precision = Literal["float64"]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher.
+
+    `unpack` is how batches were read, for those that come later, and `batch_form` what they were before that; files
+    keep only the latter. Neither changes anything about the sums.
+    """
+
+    network: Network
+    selection: Selection
+    structure: Structure
+    way: Way
+    fisher: Fisher
+    n_classes: int
+    precision: Precision | None
+    unpack: KeptUnpack | None = None
+    batch_form: Form | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products."""
+        return product_dtype(self.network, self.precision)
+
+    @property
+    def has_model(self) -> bool:
+        return not isinstance(self.network, AbsentNetwork)
+
+    def on(self, network: Network) -> Task:
+        return replace(self, network=network, way=self.way.on(network))
+
+    def reading(self, unpack: Unpack | None) -> Task:
+        """The same task, with `unpack` for the batches that come."""
+        return self if unpack is None else replace(self, unpack=kept_unpack(unpack, self.batch_form))
+
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on all ranks whose sums are added."""
+        return {
+            "weights (fingerprint)": self.network.fingerprint,
+            "parameters": ", ".join(self.selection.names),
+            "structure": self.structure,
+            "fisher": self.fisher,
+            "number of classes": str(self.n_classes),
+            "output of the model": described_output(self.network.output),
+            "dtype of products": str(self.dtype),
+            "rank of the sketch": str(getattr(self.way, "rank", None)),
+            "layers": str(getattr(self.way, "route", None)),
+        }
+
+    def require_same_kind(self, other: Task) -> None:
+        """Raise `MismatchError` unless sums of the two can be added."""
+        for what, ours, theirs in (
+            ("fisher", self.fisher, other.fisher),
+            ("structure", self.structure, other.structure),
+            ("parameters", self.selection, other.selection),
+            ("number of classes", self.n_classes, other.n_classes),
+            ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
+            ("outputs of the model", described_output(self.network.output), described_output(other.network.output)),
+        ):
+            if ours != theirs:
+                shown = "" if what == "parameters" else f": {ours} and {theirs}"
+                raise MismatchError(f"Information of different {what} cannot be combined{shown}.")
+
+
+def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
+    return torch.float64 if precision == "float64" else network.dtype
+
+
+class AbsentNetwork(Network):
+    """The network that a file is about: its fingerprint, its dtype and where its logits are; no model to run."""
+
+    def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None) -> None:
+        self.fingerprint = fingerprint
+        self.dtype = dtype
+        self.output = output
+        self.device = torch.device("cpu")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Whatever a network has and this one has not: the model, its modules, its weights."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.refusal()
+
+    def refusal(self) -> ModelError:
+        return ModelError(
+            "This information came from a file, and files hold no model. Give one: condition(information, prior, "
+            "model=model), or information.with_model(model)."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype, "output": self.output}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class UnknownFunction:
+    """In place of a function that picked the logits: a file says that there was one, and does not hold it."""
+
+    def __call__(self, returned: Any) -> NoReturn:
+        raise AssertionError("an absent network does not run")
+
+
+def output_given(saved: Output, given: Output) -> Output:
+    """Where the logits are, from what a file says and what the user does."""
+    if isinstance(saved, UnknownFunction):
+        if given is None:
+            raise ArgumentError(
+                "The fit had output=, a function that picks the logits out of what the model returns, and files hold "
+                "no functions. Give it again: errbar.load(path, model, output=function), or "
+                "information.with_model(model, output=function)."
+            )
+        return given
+    if given is not None and described_output(require_output(given)) != described_output(saved):
+        raise MismatchError(
+            f"output is {described_output(require_output(given))}, and the file says {described_output(saved)}. Leave "
+            "output= out, or give what the fit had."
+        )
+    return saved

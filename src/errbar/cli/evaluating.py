@@ -1,0 +1,170 @@
+"""`errbar evaluate`: how good a posterior is, as a table or as a page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+
+import errbar
+from errbar import report as pages
+from errbar._base.progress import track
+from errbar._model.batch import batches, count_batches
+from errbar.cli import options
+from errbar.cli.posteriors import Loaded, PosteriorRequest
+from errbar.cli.session import Session, session, table
+from errbar.cli.source import NEW, DataRequest, Source, first_inputs
+from errbar.cli.writers import require_new
+from errbar.errors import ArgumentError
+from errbar.report.observing import observe
+from errbar.report.pictures import picture_of, picture_shape
+from errbar.report.scoring import variants
+from errbar.report.values import Estimate, Facts, Variant
+from errbar.report.verdict import headline
+
+
+def evaluate(
+    context: typer.Context,
+    posterior: options.PosteriorArgument,
+    data: options.DataArgument,
+    model: options.Model,
+    weights: options.Weights = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a page about it too: an .html file.")
+    ] = None,
+    outliers: Annotated[
+        str | None, typer.Option("--outliers", metavar="DATA", help="For the report: inputs that do not belong here.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--picture-shape", metavar="SHAPE", help="For the report: inputs are pictures of 8x8 or 3x32x32."),
+    ] = None,
+    bins: Annotated[int, typer.Option("--bins", min=1, help="Of the expected calibration error.")] = 10,
+    samples: options.Samples = 1000,
+    seed: options.Seed = 0,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 256,
+    device: options.Device = "auto",
+    force: options.Force = False,
+    as_json: options.Json = False,
+    progress: options.Progress = True,
+) -> None:
+    """Accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
+    with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
+        pictures = _required(report, outliers, shape, force)
+        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
+        second = None
+        if outliers is not None:
+            second = DataRequest(outliers, batch_size, transform, image_size).open(NEW, None, labelled=False)
+        _try(loaded, [source, *([second] if second is not None else [])], pictures)
+        if report is None:
+            loader = source.loader()
+            stream = track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
+            made = variants(observe(loaded.posterior, stream, samples, seed), bins, seed)
+            inputs = sum(bin_.count for bin_ in made[0].diagram)
+        else:
+            page = pages.assess(
+                loaded.posterior,
+                source.loader(),
+                outliers=None if second is None else second.loader(),
+                classes=loaded.classes,
+                bins=bins,
+                samples=samples,
+                seed=seed,
+                picture_shape=pictures,
+                name_of=lambda index: str(source.names(index, 1)[0]),
+                outliers_name=outliers or "",
+                subject=f"{posterior.name} on {data}",
+                provenance=(_command(context, posterior, model, weights, data, outliers),),
+                progress=here.progress,
+            )
+            pages.write(page, report)
+            made, inputs = page.variants, page.inputs
+        _answer(here, loaded, made, inputs, bins, report)
+
+
+def _required(report: Path | None, outliers: str | None, shape: str | None, force: bool) -> tuple[int, int, int] | None:
+    """Refuse a report that could not be written before anything is computed; the shape of its pictures, if given."""
+    if report is None:
+        for option, value in (("--outliers", outliers), ("--picture-shape", shape)):
+            if value is not None:
+                raise ArgumentError(f"{option} is for the report; expected --report FILE with it.")
+        return None
+    if report.suffix.lower() not in (".html", ".htm"):
+        raise ArgumentError(f"The report {report} ends in {report.suffix!r}; expected .html.")
+    require_new(report, force)
+    return None if shape is None else picture_shape(shape)
+
+
+def _try(loaded: Loaded, sources: Sequence[Source], shape: tuple[int, int, int] | None) -> None:
+    """Two inputs of each set: what is wrong with the second set, or with pictures, is not to cost a whole pass."""
+    for source in sources:
+        for batch in first_inputs(source.loader(), 2):
+            loaded.posterior.logits(batch)
+            picture_of(batch, shape)
+
+
+def _command(
+    context: typer.Context, posterior: Path, model: str, weights: Path | None, data: str, outliers: str | None
+) -> Facts:
+    """What was typed, when, and which files it named."""
+    typed = context.obj if isinstance(context.obj, tuple) else ("evaluate",)
+    rows = [
+        ("command", shlex.join(("errbar", *typed))),
+        ("time", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("posterior", str(posterior)),
+        ("its content (SHA-256)", errbar.info(posterior).content),
+        ("model", model if weights is None else f"{model}, weights {weights}"),
+        ("data", data),
+    ]
+    return Facts("Command", (*rows, *([("second set", outliers)] if outliers is not None else [])))
+
+
+def _answer(
+    here: Session, loaded: Loaded, made: tuple[Variant, ...], inputs: int, bins: int, report: Path | None
+) -> None:
+    said = headline(made[0], made[-1])
+    facts: dict[str, Any] = {
+        "inputs": inputs,
+        "temperature": loaded.posterior.temperature,
+        "covariance_scale": loaded.posterior.covariance_scale,
+        "bins": bins,
+        "scores": {variant.key: _scores(variant) for variant in made},
+        "verdict": said,
+    }
+    if report is not None:
+        facts |= {"report": report, "bytes": report.stat().st_size}
+    headings = ("", "accuracy", "NLL", "Brier", "ECE", "95 %", "AURC")
+    rows = [
+        (
+            variant.key.replace("_", " "),
+            *(estimate.value for estimate in (variant.accuracy, variant.nll, variant.brier, variant.ece)),
+            f"{variant.ece.low:.3f}–{variant.ece.high:.3f}",
+            variant.aurc,
+        )
+        for variant in made
+    ]
+    parts: list[RenderableType] = [table(f"{inputs:,} inputs", headings, rows), said]
+    if report is not None:
+        parts.append(f"The page: {report}")
+    here.answer(facts, Group(*parts))
+
+
+def _scores(variant: Variant) -> dict[str, Any]:
+    estimates: dict[str, Estimate] = {
+        "accuracy": variant.accuracy,
+        "nll": variant.nll,
+        "brier": variant.brier,
+        "ece": variant.ece,
+        "overconfidence": variant.gap,
+    }
+    values = {name: estimate.value for name, estimate in estimates.items()}
+    intervals = {f"{name}_interval": (estimate.low, estimate.high) for name, estimate in estimates.items()}
+    return values | intervals | {"aurc": variant.aurc}

@@ -1,0 +1,78 @@
+"""`errbar export`: a posterior as one file that predicts without errbar, or without Python."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from errbar._export.chain import named_inputs
+from errbar._export.write import OUTPUTS, checked_path
+from errbar._model.batch import Batch
+from errbar.cli import options
+from errbar.cli.choices import DrawsChoice, OutputChoice
+from errbar.cli.posteriors import PosteriorRequest
+from errbar.cli.predicting import thresholds_of
+from errbar.cli.session import session
+from errbar.cli.source import NEW, DataRequest, first_inputs
+from errbar.cli.writers import require_new
+from errbar.errors import DataError
+
+# Inputs on which the file is compared with what errbar predicts, before it is written.
+_EXAMPLE = 16
+
+
+def export(
+    posterior: options.PosteriorArgument,
+    data: options.DataArgument,
+    model: options.Model,
+    output: options.Graph,
+    weights: options.Weights = None,
+    risk: options.Risk = None,
+    only: Annotated[
+        list[OutputChoice] | None,
+        typer.Option("--only", help="This output, not all of them. Can be repeated."),
+    ] = None,
+    draws: Annotated[DrawsChoice, typer.Option("--draws", help="How the draws are made.")] = DrawsChoice.RANDOM,
+    samples: options.Samples = 1000,
+    seed: options.Seed = 0,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """One graph from input to PMF, error bars and risk, as ONNX or .pt2; the first inputs of the data check it."""
+    with session("export", as_json=as_json) as here:
+        require_new(output, force)
+        checked_path(output)
+        thresholds = list(thresholds_of(risk).values())
+        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        source = DataRequest(data, _EXAMPLE, transform, image_size).open(NEW, loaded.classes, labelled=False)
+        example = next(iter(first_inputs(source.loader(), _EXAMPLE)), None)
+        if example is None:
+            raise DataError(f"The data {data} are empty: expected at least one batch.")
+        names = None if only is None else [choice.value.replace("-", "_") for choice in only]
+        loaded.posterior.export(
+            output, example=example, samples=samples, seed=seed, risk=thresholds, draws=draws.value, outputs=names
+        )
+        here.answer(
+            {
+                "output": output,
+                "inputs": _inputs(example),
+                "outputs": names or [name for name in OUTPUTS if thresholds or name != "risk"],
+                "temperature": loaded.posterior.temperature,
+                "covariance_scale": loaded.posterior.covariance_scale,
+                "samples": samples,
+                "seed": seed,
+                "checked_with": len(example),
+                "bytes": output.stat().st_size,
+            }
+        )
+
+
+def _inputs(batch: Batch) -> dict[str, str]:
+    """Names, types and shapes of what the graph takes; the batch size is free."""
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} ({', '.join(('batch', *map(str, value.shape[1:])))})"
+        for name, value in named_inputs(batch).items()
+    }

@@ -1,0 +1,127 @@
+"""The model of a command: the user's callable makes it, a file may hold its weights."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from errbar.cli.named import called, named
+from errbar.errors import ArgumentError, FileError, MismatchError
+
+_PICKLED = (".pt", ".pth", ".th", ".bin", ".ckpt")
+# Where training scripts put the state dict beside the epoch and the optimiser.
+_INSIDE = ("state_dict", "model_state_dict", "model")
+_COUNTER = "num_batches_tracked"
+# What DistributedDataParallel and torch.compile put before each name.
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def model_of(where: str, weights: Path | None, device: torch.device) -> nn.Module:
+    """The model that `package.module:callable` returns or is, with the weights of a file, on `device`."""
+    found = named(where, "model")
+    model = found if isinstance(found, nn.Module) else called(found, where, "model")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"The model {where!r} is a {type(model).__name__}; expected a torch.nn.Module.")
+    if weights is not None:
+        load_weights(model, weights)
+    return model.to(device)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the weights of a file into a model that must have exactly these names and shapes.
+
+    Batch norms counted no batches before torch 0.4.1; files of that time lack the counters, which predict nothing.
+    """
+    state = _unwrapped(_state_dict(_content(path), path), model.state_dict())
+    wanted = model.state_dict()
+    missing = [name for name in wanted if name not in state and not name.endswith(_COUNTER)]
+    unknown = [name for name in state if name not in wanted]
+    other = [
+        f"{name} is {tuple(state[name].shape)} and not {tuple(value.shape)}"
+        for name, value in wanted.items()
+        if name in state and isinstance(value, Tensor) and state[name].shape != value.shape
+    ]
+    if missing or unknown or other:
+        differences = [
+            f"{_listed(names)} {text}"
+            for names, text in ((missing, "missing"), (unknown, "not in the model"), (other, ""))
+            if names
+        ]
+        raise MismatchError(
+            f"The weights {path} are of another model: {'; '.join(differences).strip()}. Give the file that was saved "
+            "from this model."
+        )
+    model.load_state_dict(state, strict=False)
+
+
+def device_of(name: str) -> torch.device:
+    """The device by its name; "cuda" is the GPU of this process, "auto" too where there is one, and else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(
+            f"The device {name!r} cannot be used: {str(error).splitlines()[0]}. Expected cpu, cuda, cuda:1 or auto."
+        ) from error
+    return device
+
+
+def _content(path: Path) -> Any:
+    if not path.is_file():
+        raise FileError(f"The weights {path} do not exist; expected a .safetensors, .pt, .pth or .th file.")
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".safetensors":
+            return load_file(path)
+        if suffix in _PICKLED:
+            # weights_only: a file from elsewhere must not be able to run code.
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise FileError(
+            f"The weights {path} cannot be read: they are no file of torch, or hold more than tensors and plain "
+            "values, which could run code. Expected a state dict, as torch.save(model.state_dict(), path) writes it."
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise FileError(
+            f"The weights {path} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Expected a state dict, as "
+            "torch.save(model.state_dict(), path) writes it."
+        ) from error
+    raise FileError(f"The weights {path} end in {suffix!r}; expected .safetensors, .pt, .pth or .th.")
+
+
+def _state_dict(content: Any, path: Path) -> Mapping[str, Tensor]:
+    for name in _INSIDE:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise FileError(
+            f"The weights {path} hold no state dict, but a {type(content).__name__}; expected a mapping of names to "
+            "tensors, or one with a 'state_dict'."
+        )
+    return content
+
+
+def _unwrapped(state: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Names without what wrappers put before all of them."""
+    names = dict(state)
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in names) and not all(name.startswith(prefix) for name in wanted):
+            names = {name.removeprefix(prefix): value for name, value in names.items()}
+    return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = "" if len(names) <= 3 else f" and {len(names) - 3} more"
+    return ", ".join(names[:3]) + more

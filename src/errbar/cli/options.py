@@ -1,0 +1,70 @@
+"""What can be typed after a command. An option means the same, and is described once, wherever it occurs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from errbar.cli.choices import FisherChoice, PrecisionChoice
+
+_CALLABLE = "PACKAGE.MODULE:CALLABLE"
+_DATA = "An .npz or .parquet file, a folder of pictures, or package.module:callable; file.npz:test for x_test, y_test."
+
+DEFAULT_PRIOR = "1.0"
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="package.module:callable that returns the model, also in this folder.")
+]
+DataArgument = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
+PosteriorArgument = Annotated[
+    Path, typer.Argument(metavar="POSTERIOR", help="A file of errbar fit, calibrate, update, forget or merge.")
+]
+
+Model = Annotated[str, typer.Option("--model", metavar=_CALLABLE, help="Returns the model of the fit.")]
+Weights = Annotated[
+    Path | None,
+    typer.Option("--weights", metavar="FILE", help="Its weights: .safetensors, or a state dict as .pt, .pth or .th."),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")]
+Results = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .jsonl, .csv, .parquet or .npz.")
+]
+Graph = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .onnx or .pt2.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs in a batch of files and data sets.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto is a GPU where there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show how long it still takes.")]
+Transform = Annotated[
+    str | None,
+    typer.Option("--transform", metavar=_CALLABLE, help="From one sample (a picture, or a row) to its tensor."),
+]
+ImageSize = Annotated[
+    str | None, typer.Option("--image-size", metavar="SIZE", help="Resize pictures: 32, or 32x48 for height x width.")
+]
+ClassNames = Annotated[
+    str | None, typer.Option("--class-names", metavar="NAMES", help="cat,dog,… or a file with one name on each line.")
+]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Monte Carlo draws for each input.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
+Fisher = Annotated[FisherChoice, typer.Option("--fisher", help="ggn, or eta for the paper's diagonal form.")]
+Rank = Annotated[int, typer.Option("--rank", min=1, help="Of the sketch, for lowrank.")]
+Precision = Annotated[PrecisionChoice, typer.Option("--precision", help="Of products: the model's, or float64.")]
+PriorText = Annotated[
+    str,
+    typer.Option(
+        "--prior", metavar="PRIOR", help="Its precision: a number, layer=number,… for each layer, or evidence."
+    ),
+]
+Risk = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--risk",
+        metavar="γ",
+        help="A column with the probability that a class is more probable than this; one number, or one for each "
+        "class with commas. Can be repeated.",
+    ),
+]
+Covariance = Annotated[bool, typer.Option("--covariance", help="Write the covariance of the PMF too.")]

@@ -1,0 +1,186 @@
+"""`errbar serve`: a posterior, or the demo's digits, behind HTTP, with a page to look at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from errbar.cli import options
+from errbar.cli.named import extra
+from errbar.cli.posteriors import PosteriorRequest
+from errbar.cli.session import Session, session
+from errbar.cli.source import TRAINING, DataRequest
+from errbar.errors import ArgumentError, FileError
+
+if TYPE_CHECKING:
+    from errbar.serve.service import Served, Service
+
+
+def serve(
+    posterior: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[POSTERIOR]...", help="Files to serve; without any, the demo's digits."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="PACKAGE.MODULE:CALLABLE", help="Its model; one for each posterior, or one for all."
+        ),
+    ] = None,
+    weights: Annotated[
+        list[Path] | None, typer.Option("--weights", metavar="FILE", help="Its weights; one for each posterior.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Where to listen; other machines reach 0.0.0.0.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", help="Holds the token that clients must send; or ERRBAR_TOKEN."),
+    ] = None,
+    input_shape: Annotated[
+        str | None, typer.Option("--input-shape", metavar="SHAPE", help="Of one input: 784, or 3x32x32 for pictures.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option("--reference", metavar="DATA", help="Training data, to say how unusual an input is."),
+    ] = None,
+    max_inputs: Annotated[int, typer.Option("--max-inputs", min=1, help="In one request.")] = 64,
+    max_body: Annotated[int, typer.Option("--max-body", min=1, help="MiB of one request.")] = 4,
+    max_samples: Annotated[int, typer.Option("--max-samples", min=1, help="Monte Carlo draws of one request.")] = 10000,
+    queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; over it clients get 429.")] = 512,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Inputs in a run of the network; 1 joins no requests.")
+    ] = 64,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds until an answer.")] = 10.0,
+    log: Annotated[bool, typer.Option("--log/--no-log", help="One JSON line for each request, on standard error.")] = (
+        True
+    ),
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+    progress: options.Progress = True,
+) -> None:
+    """An HTTP service that answers with error bars, and a page to see and touch them. Ctrl-C stops it."""
+    for module, package in (("fastapi", "FastAPI"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):
+        extra(module, "Serving", package, "serve")
+    extra("PIL.Image", "Serving", "Pillow", "serve")
+    from errbar.serve.app import application
+    from errbar.serve.limits import Limits
+    from errbar.serve.server import Address, server_for, url_of
+    from errbar.serve.telemetry import Log
+
+    with session("serve", as_json=as_json, progress=progress, device=device) as here:
+        limits = Limits(
+            body_bytes=max_body * 2**20,
+            held_bytes=16 * max_body * 2**20,
+            inputs=max_inputs,
+            samples=max_samples,
+            queue_inputs=max(queue, max_inputs),
+            batch_inputs=batch_size,
+            seconds=timeout,
+        )
+        token = _token(token_file)
+        address = Address(host, port)
+        # Before the model is made: a port that is taken is told at once.
+        bound = address.bind()
+        try:
+            if not posterior:
+                _require_nothing(model=model, weights=weights, reference=reference, input_shape=input_shape)
+            service = (
+                _files(here, posterior, model or [], weights or [], input_shape, reference)
+                if posterior
+                else (_digits(here))
+            )
+            if not address.is_loopback and token is None:
+                here.notice(f"Whoever reaches {host} can ask; a token (--token-file) keeps others out.")
+            logged = Log(enabled=log)
+            app = application(service, limits, token=token, hosts=address.hosts, log=logged)
+            url = url_of(bound)
+            name = service.first.name
+
+            def ready() -> None:
+                told = f"errbar serves {name} at {url} – open it in a browser; Ctrl-C stops it."
+                here.answer({"url": url, "posteriors": [member.name for member in service.members]}, told)
+                sys.stdout.flush()
+
+            # uvicorn has finished its requests by the time it passes Ctrl-C on.
+            with contextlib.suppress(KeyboardInterrupt):
+                server_for(app, limits, logged, ready).run(sockets=[bound])
+        finally:
+            bound.close()
+
+
+def _token(file: Path | None) -> str | None:
+    """The token of a file, or of the environment; a command line would show it to every user of the machine."""
+    text = os.environ.get("ERRBAR_TOKEN")
+    where = "ERRBAR_TOKEN"
+    if file is not None:
+        where = str(file)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"The token file {file} cannot be read: {error}.") from error
+    if text is None:
+        return None
+    token = text.strip()
+    if not re.fullmatch(r"[!-~]{8,}", token):
+        raise ArgumentError(
+            f"The token of {where} cannot be used; expected 8 or more printable characters without spaces, for "
+            "example of: python -c 'import secrets; print(secrets.token_urlsafe())'."
+        )
+    return token
+
+
+def _require_nothing(**given: object) -> None:
+    for name, value in given.items():
+        if value:
+            raise ArgumentError(f"There is --{name.replace('_', '-')} and no POSTERIOR; expected a file of errbar fit.")
+
+
+def _digits(here: Session) -> Service:
+    from errbar.serve.digits import digits
+    from errbar.serve.service import Service
+
+    return Service((digits(progress=here.progress),))
+
+
+def _files(
+    here: Session,
+    posteriors: Sequence[Path],
+    models: Sequence[str],
+    weights: Sequence[Path],
+    shape: str | None,
+    reference: str | None,
+) -> Service:
+    from errbar.serve.service import Service, served
+
+    count = len(posteriors)
+    if len(models) not in (1, count) or len(weights) not in (0, count):
+        raise ArgumentError(
+            f"There are {count} posteriors, {len(models)} models and {len(weights)} weights; expected one --model for "
+            "all or for each, and --weights for each or for none."
+        )
+    size = None if shape is None else _shape(shape)
+    members: list[Served] = []
+    for place, path in enumerate(posteriors):
+        model = models[0] if len(models) == 1 else models[place]
+        loaded = PosteriorRequest(path, model, weights[place] if weights else None).load(here.device)
+        data = None
+        if reference is not None:
+            data = DataRequest(reference, 256).open(TRAINING, loaded.classes, labelled=True).loader()
+        about = f"{path.name}, a posterior of {loaded.posterior.information.n_samples:g} training inputs."
+        name = path.stem if all(path.stem != other.name for other in members) else f"{path.stem}-{place + 1}"
+        made = served(name, loaded.posterior, classes=loaded.classes, shape=size, reference=data, about=about)
+        members.append(made)
+    return Service(tuple(members))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,4}", text):
+        raise ArgumentError(f"The input shape is {text!r}; expected sizes with x between them, for example 3x32x32.")
+    return tuple(int(part) for part in text.split("x"))

@@ -1,0 +1,174 @@
+"""The data of a command, from what was typed: a file, a folder, or `package.module:callable`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from errbar._model.batch import Batch, batches, to_batch
+from errbar.cli.images import ImageRows, image_size
+from errbar.cli.named import called, named
+from errbar.cli.rows import ArrayRows, ParquetRows, Rows, Transform, label_numbers, read_arrays
+from errbar.errors import ArgumentError, FileError
+
+# Which arrays of an .npz without x are meant, by what the command does with them.
+TRAINING = ("train",)
+HELD_OUT = ("validation", "valid", "val", "calibration")
+NEW = ("test",)
+
+_KINDS = "an .npz or .parquet file, a folder of pictures, or package.module:callable"
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Data that can be read from the beginning as often as needed: rows of a file, or what a callable returns."""
+
+    where: str
+    rows: Rows | None
+    batch_size: int
+    classes: tuple[str, ...] | None = None
+
+    def loader(self) -> Any:
+        """A DataLoader over rows or over a data set of the user's; other things of the user's as they are."""
+        data = self.rows
+        if data is None:
+            made = called(named(self.where, "data"), self.where, "data")
+            if not isinstance(made, Dataset):
+                return made
+            data = made  # type: ignore[assignment]
+        # A generator of its own, so that reading takes nothing from the global random numbers.
+        generator = torch.Generator().manual_seed(0)
+        collate = _as_it_is if self.rows is not None else None
+        return DataLoader(data, batch_size=self.batch_size, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+
+    def names(self, start: int, count: int) -> list[int | str]:
+        """What people call the inputs from number `start` on."""
+        if self.rows is None:
+            return list(range(start, start + count))
+        return [self.rows.name(index) for index in range(start, start + count)]
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Rows come as batches already."""
+    return batch
+
+
+class Recorded:
+    """A loader that keeps the labels that pass, and the number of inputs without them."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.labels: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self.loader:
+            batch = to_batch(value)
+            self.labels += [None] * len(batch) if batch.labels is None else _flat(batch.labels)
+            yield value
+
+
+def _flat(labels: Any) -> list[Any]:
+    """Labels one by one; those of two classes may be a column. What they should be is checked where they are used."""
+    try:
+        flat: list[Any] = torch.as_tensor(labels).reshape(-1).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        return list(labels) if isinstance(labels, Sequence) else [labels]
+    return flat
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """The data as they were typed, with the options that say how to read them."""
+
+    where: str
+    batch_size: int
+    transform: str | None = None
+    image_size: str | None = None
+
+    def open(self, splits: Sequence[str], classes: Sequence[str] | None = None, *, labelled: bool = True) -> Source:
+        """Find the data. `classes` are names that are known already; `labelled` says whether labels are of interest."""
+        transform: Transform | None = None if self.transform is None else named(self.transform, "transform")
+        if transform is not None and not callable(transform):
+            raise ArgumentError(f"The transform {self.transform!r} is no callable; expected a function of one sample.")
+        size = None if self.image_size is None else image_size(self.image_size)
+        path, split = _file_and_split(self.where)
+        known = None if classes is None else tuple(classes)
+        if path is None:
+            self._require_callable()
+            return Source(self.where, None, self.batch_size, known)
+        if path.is_dir():
+            images = ImageRows(path, classes, transform, size, labelled=labelled)
+            return Source(self.where, images, self.batch_size, images.classes)
+        if size is not None:
+            raise ArgumentError(f"The data {path} are no folder of pictures; expected --image-size for these alone.")
+        if path.suffix.lower() == ".parquet":
+            return Source(self.where, ParquetRows(path, classes, transform, labelled=labelled), self.batch_size, known)
+        x, y = read_arrays(path, split, splits)
+        labels = label_numbers(y, classes, path) if y is not None and labelled else None
+        return Source(self.where, ArrayRows(x, labels, transform), self.batch_size, known)
+
+    def _require_callable(self) -> None:
+        if self.transform is not None or self.image_size is not None:
+            raise ArgumentError(
+                f"The data {self.where!r} are made by a callable; expected no --transform and no --image-size for "
+                "these. Let the callable do it."
+            )
+        found = named(self.where, "data")
+        if not callable(found):
+            raise ArgumentError(f"The data {self.where!r} are a {type(found).__name__}; expected a callable.")
+
+
+def _file_and_split(where: str) -> tuple[Path | None, str | None]:
+    """A path and perhaps the arrays of an .npz that are meant, `file.npz:test`; or nothing, for a callable."""
+    path, split = Path(where), None
+    if not path.exists() and ":" in where:
+        before, _, after = where.rpartition(":")
+        if Path(before).suffix.lower() != ".npz":
+            return None, None
+        path, split = Path(before), after
+    if not path.exists():
+        raise FileError(f"The data {path} do not exist; expected {_KINDS}.")
+    if not path.is_dir() and path.suffix.lower() not in (".npz", ".parquet"):
+        raise FileError(f"The data {path} end in {path.suffix!r}; expected {_KINDS}.")
+    return path, split
+
+
+def first_inputs(loader: Any, count: int) -> list[Batch]:
+    """Batches from the beginning with `count` inputs in all, or as many as there are."""
+    held: list[Batch] = []
+    found = 0
+    for batch in batches(loader, quiet=True):
+        held.append(batch.rows(0, count - found))
+        found += len(held[-1])
+        if found >= count:
+            break
+    return held
+
+
+def class_names(text: str | None) -> tuple[str, ...] | None:
+    """Names of classes: a file with one on each line, or names with commas between them.
+
+    >>> class_names("cat, dog")
+    ('cat', 'dog')
+    """
+    if text is None:
+        return None
+    path = Path(text)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else text.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(
+            f"The class names in {path} cannot be read: {error}. Expected one name on each line."
+        ) from error
+    names = tuple(line.strip() for line in lines if line.strip())
+    if len(set(names)) != len(names) or len(names) < 2:
+        raise ArgumentError(f"The class names are {text!r}; expected two or more different names.")
+    return names

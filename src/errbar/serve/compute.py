@@ -1,0 +1,254 @@
+"""What is computed for requests: many predictions in one run of the network, and each fusion by itself.
+
+A request's numbers are those of `posterior.predict(x, samples, seed)`. The draws depend on the seed alone, so the other
+requests of a batch change nothing but the rounding of matrix products (docs/design.md says how much that is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import errbar
+from errbar._distributions.logits import LogitGaussian
+from errbar._distributions.prediction import GivenSampler, Prediction, standard_normal
+from errbar.errors import ArgumentError
+from errbar.serve.service import Served
+
+# Sample points of the logits that are sent to be drawn.
+POINTS = 200
+# Samples of one request that are kept while its statistics are computed; more are drawn anew for each of them.
+_KEPT = 2**21
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a request chooses; T and T_c are the posterior's own where they are None.
+
+    `thresholds` are γ for each class or one for all, None where no risk is asked for.
+    """
+
+    temperature: float | None = None
+    covariance_scale: float | None = None
+    samples: int = 1000
+    seed: int = 0
+    level: float = 0.95
+    thresholds: float | tuple[float, ...] | None = None
+    include: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Predict:
+    """The PMFs of some inputs."""
+
+    served: Served
+    x: Tensor
+    options: Options
+
+
+@dataclass(frozen=True, eq=False)
+class FuseFrames:
+    """Frames of one object, seen by one classifier."""
+
+    served: Served
+    x: Tensor
+    options: Options
+
+
+@dataclass(frozen=True, eq=False)
+class FusePosteriors:
+    """The same inputs, each seen by several classifiers."""
+
+    members: tuple[Served, ...]
+    x: Tensor
+    options: Options
+
+
+@dataclass(frozen=True, eq=False)
+class FuseGaussians:
+    """Logits of one object, as several classifiers, perhaps elsewhere, have told them."""
+
+    classes: tuple[str, ...]
+    gaussians: tuple[LogitGaussian, ...]
+    options: Options
+
+
+Work = Predict | FuseFrames | FusePosteriors | FuseGaussians
+Answer = list[dict[str, Any]]
+
+
+def compute(works: Sequence[Work]) -> list[Answer]:
+    """The answers to some works, in their order."""
+    answers: dict[int, Answer] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for place, work in enumerate(works):
+        if isinstance(work, Predict):
+            key = (id(work.served), work.x.shape[1:], work.x.dtype)
+            groups.setdefault(key, []).append(place)
+        else:
+            answers[place] = [_fused(work)] if not isinstance(work, FusePosteriors) else _fused_posteriors(work)
+    for places in groups.values():
+        found = predict_together([works[place] for place in places])  # type: ignore[misc]
+        answers.update(zip(places, found, strict=True))
+    return [answers[place] for place in range(len(works))]
+
+
+def predict_together(works: Sequence[Predict]) -> list[Answer]:
+    """One run of the network for all; one sampling, and its statistics, for those with the same options."""
+    served = works[0].served
+    logits = served.plain.accurate_logits(torch.cat([work.x for work in works]))
+    rows: list[slice] = []
+    for work in works:
+        start = rows[-1].stop if rows else 0
+        rows.append(slice(start, start + len(work.x)))
+    kinds: dict[Options, list[int]] = {}
+    for place, work in enumerate(works):
+        kinds.setdefault(work.options, []).append(place)
+    answers: dict[int, Answer] = {}
+    for options, places in kinds.items():
+        alone = len(kinds) == 1
+        plain = logits if alone else LogitGaussian.concatenated([logits[rows[place]] for place in places])
+        chosen = _calibrated(served, options)
+        told = _told(plain.tempered(chosen.temperature).scaled(chosen.covariance_scale), options)
+        scores = served.outlier_scores(plain) if "outlier" in options.include else None
+        described = iter(told.described(served.classes, options, served, scores))
+        for place in places:
+            answers[place] = [next(described) for _ in range(len(works[place].x))]
+    return [answers[place] for place in range(len(works))]
+
+
+def kept(prediction: Prediction) -> Prediction:
+    """The same with its samples kept, where they are few: each statistic would draw them anew."""
+    sampler = prediction.sampler
+    if prediction.pmf.numel() * sampler.samples > _KEPT or sampler.draws != "random":
+        return prediction
+    return Prediction(prediction.pmf, GivenSampler(sampler.block(0, sampler.rows)), prediction.jitter)
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What is known of some inputs: their logits, and their PMFs."""
+
+    gaussian: LogitGaussian
+    prediction: Prediction
+
+    def described(
+        self,
+        classes: Sequence[str],
+        options: Options,
+        served: Served | None = None,
+        outlier_scores: Tensor | None = None,
+    ) -> Answer:
+        """One mapping an input, ready for JSON; `outlier_scores` are those of `Served.outlier_scores`."""
+        prediction, include = self.prediction, options.include
+        lower, upper = prediction.interval(options.level)
+        columns: dict[str, Any] = {
+            "label": prediction.label.tolist(),
+            "confidence": prediction.confidence.tolist(),
+            "entropy": prediction.entropy.tolist(),
+            "mutual_information": prediction.mutual_information.tolist(),
+            "pmf": prediction.pmf.tolist(),
+            "std": prediction.std.tolist(),
+            "standard_error": _standard_error(prediction),
+            "lower": lower.tolist(),
+            "upper": upper.tolist(),
+        }
+        if options.thresholds is not None:
+            columns["risk"] = prediction.risk(_limit(options.thresholds, prediction.pmf)).tolist()
+        if "covariance" in include:
+            columns["covariance"] = prediction.covariance.tolist()
+        if include & {"logits", "points"}:
+            rounded = self.gaussian.rounded()
+            centered = rounded.centered()
+            if "logits" in include:
+                pairs = zip(centered.mean.tolist(), centered.covariance.tolist(), strict=True)
+                columns["logits"] = [{"mean": mean, "covariance": covariance} for mean, covariance in pairs]
+            if "points" in include:
+                columns["points"] = _points(self.gaussian, prediction.pmf, options)
+        if served is not None and outlier_scores is not None:
+            columns["outlier"] = [served.outlier(value) for value in outlier_scores.tolist()]
+        names = list(columns)
+        answers: Answer = []
+        for values in zip(*columns.values(), strict=True):
+            made = dict(zip(names, values, strict=True))
+            answers.append({"class": classes[made["label"]], **made})
+        return answers
+
+
+def _standard_error(prediction: Prediction) -> list[Any]:
+    """One list an input; None for the NaN of one sample, which JSON has no word for."""
+    if prediction.sampler.samples == 1:
+        return [None] * len(prediction)
+    found: list[Any] = prediction.standard_error.tolist()
+    return found
+
+
+def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tensor:
+    if isinstance(thresholds, tuple):
+        if len(thresholds) != like.shape[1]:
+            raise ArgumentError(
+                f"There are {len(thresholds)} risk thresholds; expected one, or one for each of the {like.shape[1]} "
+                "classes."
+            )
+        return torch.tensor(thresholds, dtype=like.dtype, device=like.device)
+    return thresholds
+
+
+def _points(gaussian: LogitGaussian, pmf: Tensor, options: Options) -> list[dict[str, Any]]:
+    """The first draws of the logits of the two leading classes, centred over all classes: the same draws as the PMF."""
+    # All draws and not the first few: those of another number of samples are other draws.
+    root, _ = gaussian.sampling_root()
+    normal = standard_normal(options.samples, root.shape[-1], options.seed, gaussian.mean)[:POINTS].T
+    leading = pmf.topk(2).indices
+    found = []
+    for row, pair in enumerate(leading.tolist()):
+        spread = root[row] @ normal if root.ndim == 3 else root[row][:, None] * normal
+        logits = gaussian.mean[row][:, None] + spread
+        logits = logits - logits.mean(0, keepdim=True)
+        found.append({"classes": pair, "logits": logits[pair].T.tolist()})
+    return found
+
+
+def _told(gaussian: LogitGaussian, options: Options) -> Told:
+    return Told(gaussian, kept(gaussian.predict(options.samples, options.seed)))
+
+
+def _calibrated(served: Served, options: Options) -> errbar.Posterior:
+    return served.posterior.with_calibration(temperature=options.temperature, covariance_scale=options.covariance_scale)
+
+
+def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
+    options = work.options
+    if isinstance(work, FuseGaussians):
+        classes = work.classes
+        together = errbar.fuse(work.gaussians)
+        single = [_told(gaussian, options).described(classes, options)[0] for gaussian in work.gaussians]
+        fused = _told(together, options).described(classes, options)[0]
+        return {"fused": fused, "single": single, "independent": None, "rank": None}
+    classes = work.served.classes
+    posterior = _calibrated(work.served, options)
+    together = errbar.fuse_frames(posterior.joint_logits(work.x))
+    each = posterior.accurate_logits(work.x)
+    rounded = each.rounded()
+    naive = errbar.fuse([rounded[frame : frame + 1] for frame in range(len(work.x))])
+    return {
+        "fused": _told(together, options).described(classes, options)[0],
+        "single": _told(each, options).described(classes, options),
+        "independent": _told(naive, options).described(classes, options)[0],
+        "rank": together.rank,
+    }
+
+
+def _fused_posteriors(work: FusePosteriors) -> Answer:
+    options, classes = work.options, work.members[0].classes
+    gaussians = [_calibrated(member, options).logits(work.x) for member in work.members]
+    fused = _told(errbar.fuse(gaussians), options).described(classes, options)
+    single = [_told(gaussian, options).described(classes, options) for gaussian in gaussians]
+    return [
+        {"fused": one, "single": [told[row] for told in single], "independent": None, "rank": None}
+        for row, one in enumerate(fused)
+    ]

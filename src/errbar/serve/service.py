@@ -1,0 +1,159 @@
+"""What is served: posteriors with the names of their classes, what inputs look like, and scores of training inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import errbar
+from errbar._distributions.logits import LogitGaussian
+from errbar._model.batch import batches
+from errbar.errors import ArgumentError, DataError
+from errbar.serve.pictures import PictureRule, rule_for
+
+# So many training inputs say what is usual.
+REFERENCE_INPUTS = 2000
+_SCORE_SAMPLES = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """One posterior. `shape` is that of one input, None where it is not known; `integers` for models of tokens.
+
+    `reference` are sorted outlier scores of training inputs; `examples` pairs of an input and its label, for the page.
+    """
+
+    name: str
+    posterior: errbar.Posterior
+    classes: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    pictures: PictureRule | None = None
+    integers: bool = False
+    reference: Float[Tensor, " N"] | None = None
+    examples: tuple[tuple[Tensor, str], ...] = ()
+    about: str = ""
+
+    @cached_property
+    def plain(self) -> errbar.Posterior:
+        """Without T and T_c, which a request may choose."""
+        return self.posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+
+    def tensor(self, values: Any) -> Tensor:
+        """Inputs from nested lists of numbers, which must not be ragged."""
+        try:
+            x = torch.tensor(values, dtype=torch.float64)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise DataError("The inputs are ragged; expected the same number of values in each of them.") from error
+        if x.ndim < 2 or (self.shape is not None and tuple(x.shape[1:]) != self.shape):
+            wanted = "(inputs, …)" if self.shape is None else str(("inputs", *self.shape)).replace("'", "")
+            raise DataError(f"The inputs have shape {tuple(x.shape)}; expected {wanted}, a list of inputs.")
+        if not self.integers:
+            return x
+        if bool((x != x.round()).any()) or bool((x.abs() > 2**53).any()):
+            raise DataError("The model takes whole numbers; expected inputs without fractions.")
+        return x.long()
+
+    def outlier_scores(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
+        """The mutual information of logits of `plain`, at T and T_c of the posterior, whatever is asked for."""
+        return _mutual_information(self.posterior, plain)
+
+    def outlier(self, score: float) -> dict[str, float | int] | None:
+        """How unusual a mutual information is among those of training inputs."""
+        if self.reference is None:
+            return None
+        count = len(self.reference)
+        below = int(torch.searchsorted(self.reference, torch.tensor(score, dtype=self.reference.dtype)))
+        middle = float(self.reference[count // 2])
+        return {
+            "mutual_information": score,
+            "percentile": 100 * below / count,
+            "times_the_median": score / middle if middle > 0 else 0.0,
+            "training_inputs": count,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Service:
+    """The posteriors by name; the first is meant where a request names none."""
+
+    members: tuple[Served, ...]
+
+    def __post_init__(self) -> None:
+        names = [member.name for member in self.members]
+        if not names or len(set(names)) != len(names):
+            raise ArgumentError(f"The posteriors served are named {names}; expected one or more with different names.")
+
+    @property
+    def first(self) -> Served:
+        return self.members[0]
+
+    def member(self, name: str | None) -> Served:
+        for member in self.members:
+            if name is None or member.name == name:
+                return member
+        known = ", ".join(member.name for member in self.members)
+        raise ArgumentError(f"There is no posterior of that name; expected one of {known}.")
+
+
+def served(
+    name: str,
+    posterior: errbar.Posterior,
+    *,
+    classes: Sequence[str] | None = None,
+    shape: tuple[int, ...] | None = None,
+    reference: Any = None,
+    about: str = "",
+) -> Served:
+    """A posterior ready to serve; `reference` are batches of its training data, of which a part is read."""
+    count = posterior.information.n_classes
+    names = tuple(str(number) for number in range(count)) if classes is None else tuple(classes)
+    scores, examples = (None, ()) if reference is None else reference_scores(posterior, reference, names)
+    first = _first_layer(posterior.model)
+    if shape is None and examples:
+        shape = tuple(examples[0][0].shape)
+    if shape is None and isinstance(first, nn.Linear):
+        shape = (first.in_features,)
+    integers = isinstance(first, nn.Embedding)
+    return Served(name, posterior, names, shape, rule_for(shape), integers, scores, examples, about)
+
+
+def reference_scores(
+    posterior: errbar.Posterior, data: Any, classes: Sequence[str], examples: int = 10
+) -> tuple[Float[Tensor, " N"], tuple[tuple[Tensor, str], ...]]:
+    """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
+    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    scores: list[Tensor] = []
+    shown: list[tuple[Tensor, str]] = []
+    count = 0
+    for batch in batches(data, posterior.unpack):
+        scores.append(_mutual_information(posterior, plain.accurate_logits(batch)).cpu())
+        x = batch.args[0] if batch.args else None
+        if isinstance(x, Tensor) and len(shown) < examples:
+            labels = None if batch.labels is None else torch.as_tensor(batch.labels)
+            names = [""] * len(x) if labels is None else [classes[int(label)] for label in labels]
+            shown += list(zip(x, names, strict=True))[: examples - len(shown)]
+        count += len(batch)
+        if count >= REFERENCE_INPUTS:
+            break
+    if not scores:
+        raise DataError("The reference data are empty: expected training inputs to compare with.")
+    return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(shown)
+
+
+def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Float[Tensor, " B"]:
+    calibrated = plain.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+    return calibrated.predict(_SCORE_SAMPLES).mutual_information.double()
+
+
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    """The first module with parameters, in the order in which they were made."""
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            return module
+    return None
