@@ -30,7 +30,7 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 
 def everything(posterior: errbar.Posterior, x: Tensor) -> tuple[Tensor, ...]:
-    gaussian = posterior.accurate_logits(x)
+    gaussian = posterior.unrounded_logits(x)
     prediction = gaussian.predict(SAMPLES)
     rounded = gaussian.rounded()
     return (

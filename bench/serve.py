@@ -102,7 +102,7 @@ async def load(port: int, clients: int, seconds: float, requests: list[bytes]) -
 def asked() -> list[bytes]:
     from errbar import demo
 
-    x = demo.load(demo.Settings()).test.x[:100]
+    x = demo.load(demo.DemoSettings()).test.x[:100]
     found = []
     for row in x.tolist():
         body = json.dumps({"inputs": [row]}).encode()

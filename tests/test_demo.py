@@ -14,14 +14,14 @@ from torch import Tensor, nn
 import errbar
 from errbar import demo
 from errbar.cli import main
-from errbar.demo import Digits, Samples, Score, Settings
+from errbar.demo import DemoSettings, Digits, Samples, Score
 from errbar.errors import ArgumentError, DataError, MissingExtraError
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
 from errbar.experiments.evaluation import contrasting
 from errbar.experiments.networks import paper_network
 from errbar.experiments.training import train
 
-TINY = Settings(
+TINY = DemoSettings(
     train_size=300,
     validation_size=80,
     epochs=10,
@@ -93,7 +93,7 @@ def test_training_leaves_the_global_generator_alone(digits: Digits) -> None:
 
 
 def test_training_learns(digits: Digits) -> None:
-    network = demo.train_network(digits.train, Settings(epochs=15), seed=0)
+    network = demo.train_network(digits.train, DemoSettings(epochs=15), seed=0)
     assert (softmax_pmf(network, digits.train.x).argmax(1) == digits.train.y).double().mean() > 0.9
 
 
@@ -239,7 +239,7 @@ def test_with_json_the_demo_says_one_object_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "paper_network", _small_network)
-    monkeypatch.setattr(demo, "Settings", lambda: TINY)
+    monkeypatch.setattr(demo, "DemoSettings", lambda: TINY)
     # The exit of a command that succeeds.
     with torch.random.fork_rng(devices=[]), pytest.raises(SystemExit, match=r"^0$"):
         main.main(["demo", "--json", "--output", str(tmp_path)])
@@ -270,7 +270,7 @@ def test_each_method_takes_the_prior_with_the_best_validation_nll(digits: Digits
     x, y = digits.validation
     chosen = []
     for priors in ((0.01, 10.0), (10.0, 0.01)):
-        posteriors = demo.choose_posteriors(network, digits, Settings(priors=priors))
+        posteriors = demo.choose_posteriors(network, digits, DemoSettings(priors=priors))
         chosen.append([posterior.prior.precision for posterior in posteriors])
         nll = errbar.metrics.nll(posteriors[0].predict(x).pmf, y)
         others = [posteriors[0].with_prior(errbar.Prior(precision)) for precision in priors]
@@ -281,4 +281,4 @@ def test_each_method_takes_the_prior_with_the_best_validation_nll(digits: Digits
 
 def test_no_priors_to_choose_from_is_refused(digits: Digits) -> None:
     with pytest.raises(ArgumentError, match="priors is empty"):
-        demo.choose_posteriors(nn.Linear(64, 10), digits, Settings(priors=()))
+        demo.choose_posteriors(nn.Linear(64, 10), digits, DemoSettings(priors=()))

@@ -24,7 +24,7 @@ from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar._planning.costs import cost
 from errbar._planning.layout import survey
-from errbar._planning.workload import Term, Workload
+from errbar._planning.workload import LayerSize, Workload
 from errbar.experiments.resnet import cifar_resnet
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +75,7 @@ def test_every_structure_is_listed_for_every_number_of_layers() -> None:
 def test_a_parameter_of_the_model_itself_is_taken_to_be_used_from_the_start() -> None:
     network = Network(tempered())
     batch = Batch((torch.zeros(8, 4),))
-    seen = survey(network, batch, inspect(network, batch).layers)
+    seen = layout_of(network, batch, inspect(network, batch).layers)
     own = Selection(("scale",), ((),))
     assert [event.module for event in seen.tail(own)] == ["layer"]
     assert seen.workload(own, batch=8, fisher="ggn", dtype=torch.float32, rank=5).tail_bytes == 4 * 3
@@ -254,7 +254,7 @@ def test_memory_that_is_given_is_taken_at_its_word() -> None:
 
 def workload(*layers: tuple[int, int], rest: int = 0, **given: object) -> Workload:
     terms = tuple(
-        Term(str(i), d, p, 1, plain=True, returns_logits=i == len(layers) - 1) for i, (p, d) in enumerate(layers)
+        LayerSize(str(i), d, p, 1, plain=True, returns_logits=i == len(layers) - 1) for i, (p, d) in enumerate(layers)
     )
     modules = (*((term.module, term.size) for term in terms), *([("norm", rest)] if rest else []))
     sizes = tuple(size for _, size in modules)

@@ -81,13 +81,13 @@ def test_an_interrupted_experiment_trains_nothing_twice(
         raise AssertionError("a network was trained again")
 
     monkeypatch.setattr(reproduce, "train", forbidden)
-    again = reproduce.reproduce(runs.Options("digits", output=output, quick=True, progress=False))
+    again = reproduce.reproduce(runs.RunOptions("digits", output=output, quick=True, progress=False))
     first, second = (r["runs"][1]["scores"]["ensemble"]["nll"] for r in (result, again))
     assert first == pytest.approx(second, rel=1e-5)
 
 
 def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) -> None:
-    options = runs.Options("digits", output=tmp_path)
+    options = runs.RunOptions("digits", output=tmp_path)
     description = {"experiment": "digits", "quick": False, "settings": {"members": 10}, "versions": {}, "device": "a"}
     computed: list[str] = []
 
@@ -144,7 +144,7 @@ def test_an_unknown_experiment_and_missing_data_are_said_in_a_sentence(tmp_path:
     with pytest.raises(ArgumentError, match="needs its data: give the folder"):
         problems.build("mnist", None, quick=True, device=torch.device("cpu"))
     with pytest.raises(ArgumentError, match="seeds is 0"):
-        runs.Options("digits", seeds=0).count()
+        runs.RunOptions("digits", seeds=0).count()
 
 
 def test_validation_and_test_halves_share_nothing() -> None:

@@ -150,7 +150,7 @@ def test_loopback_is_the_default_and_known_by_its_names() -> None:
 
 @pytest.mark.slow
 def test_t_and_t_c_of_the_digits_model_are_those_of_the_demo() -> None:
-    settings = demo.Settings()
+    settings = demo.DemoSettings()
     made, data = digits(settings), demo.load(settings)
     calibrated = errbar.calibrate(made.posterior, data.validation.data())
     found, best = (
@@ -162,7 +162,7 @@ def test_t_and_t_c_of_the_digits_model_are_those_of_the_demo() -> None:
 
 
 def test_the_digits_model_is_the_network_of_the_demo() -> None:
-    settings = demo.Settings(train_size=120, validation_size=60, epochs=3)
+    settings = demo.DemoSettings(train_size=120, validation_size=60, epochs=3)
     made = digits(settings)
     assert (made.shape, made.classes) == ((64,), tuple("0123456789"))
     expected = demo.train_network(demo.load(settings).train, settings, seed=0)

@@ -267,10 +267,10 @@ def test_what_was_seen_can_be_forgotten_and_what_was_not_is_noticed(structure: s
     run = Run.of(structure, seeded(make), x, **select)
     whole, part, all_but_one = run.total(x), run.total(x[4:]), run.total(x[7:], x[1:7])
     tolerance = whole.tolerance(FLOAT64)
-    assert (whole - part).is_possible(tolerance)
-    assert (whole - all_but_one).is_possible(tolerance)
-    assert (whole - run.total(x[6:], x[:6])).is_possible(tolerance)
-    assert not (whole - run.total(3 * draw(9, *shape, seed=5))).is_possible(tolerance)
+    assert (whole - part).is_positive_semidefinite(tolerance)
+    assert (whole - all_but_one).is_positive_semidefinite(tolerance)
+    assert (whole - run.total(x[6:], x[:6])).is_positive_semidefinite(tolerance)
+    assert not (whole - run.total(3 * draw(9, *shape, seed=5))).is_positive_semidefinite(tolerance)
     nothing = (whole - run.total(x[6:], x[:6])).condition(run.prior(), 1e-6)
     close(nothing.covariance, torch.diag(1 / run.prior()), 1e-6)
 
@@ -286,7 +286,9 @@ def test_float32_products_stay_near_float64_ones(structure: str, case: str) -> N
     for run in (fast, exact):
         factor = run.total(x).condition(run.prior(), 1e-6)
         variances.append(factor.gaussian(*run.linearised(x[:5])).covariance.to(FLOAT64))
-        assert (run.total(x) - run.total(x[20:], x[:20])).is_possible(run.total(x).tolerance(run.task.dtype))
+        assert (run.total(x) - run.total(x[20:], x[:20])).is_positive_semidefinite(
+            run.total(x).tolerance(run.task.dtype)
+        )
     close(variances[0], variances[1], 1e-4)
 
 
@@ -397,7 +399,7 @@ def test_layers_that_cannot_be_factored_are_diagonal_and_not_rejected() -> None:
     # The biases of the tied layers are their own; the weight whose norm is used is not what its layer says.
     assert kept == [("one", True), ("two", True), ("head", False)]
     total = run.total(x)
-    positions = run.route.rest_part.positions(x.device)
+    positions = run.route.rest_spans.positions(x.device)
     exact = Run.of("diag", seeded(Mixed), x, parameters="all").total(x).values[positions]
     close(total.dense()[positions][:, positions], torch.diag(exact), 1e-12)
     P = torch.linalg.inv(total.dense() + torch.eye(run.task.selection.n_parameters, dtype=FLOAT64))

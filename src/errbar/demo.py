@@ -1,7 +1,7 @@
 """The demo: scikit-learn's digits, the paper's six methods and ours, fusion, risk and figures, in a minute.
 
 Every part is a function from values to small frozen values; `run` calls them in order and prints. All numbers follow
-from `Settings`. What a method leaves open (prior, T, T_c) is fitted on the validation digits and never on the test
+from `DemoSettings`. What a method leaves open (prior, T, T_c) is fitted on the validation digits and never on the test
 digits; the sizes, epochs and frame disturbances were set by hand, with results in view; the seed is plain 0.
 """
 
@@ -46,7 +46,7 @@ _NEXT = """[bold]What to try next[/]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo computes. It trains until every training digit is right: an over-confident network."""
 
     train_size: int = 700
@@ -118,7 +118,7 @@ class ClassRisk:
     risk: float
 
 
-def load(settings: Settings) -> Digits:
+def load(settings: DemoSettings) -> Digits:
     """scikit-learn's 1797 digits, scaled to [0, 1], split with equal shares of each class."""
     try:
         from sklearn.datasets import load_digits
@@ -137,7 +137,7 @@ def load(settings: Settings) -> Digits:
     return Digits(*(Samples(pixels[rows], truth[rows]) for rows in (*parts, rest)))
 
 
-def train_network(samples: Samples, settings: Settings, *, seed: int, dropout: float = 0.0) -> nn.Module:
+def train_network(samples: Samples, settings: DemoSettings, *, seed: int, dropout: float = 0.0) -> nn.Module:
     """The five-layer network 64–256–150–100–40–10, trained on `samples` from `seed`.
 
     In float64: training amplifies rounding, and in float32 the result would depend on the number of threads.
@@ -164,11 +164,11 @@ def score(method: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], fit
 
 
 def choose_posteriors(
-    network: nn.Module, digits: Digits, settings: Settings, *, progress: bool = False
+    network: nn.Module, digits: Digits, settings: DemoSettings, *, progress: bool = False
 ) -> tuple[errbar.Posterior, errbar.Posterior, errbar.Posterior]:
     """Methods (v) and (vi), with the paper's Fisher, and (vii), each with the best of the priors."""
     if not settings.priors:
-        raise ArgumentError("Settings.priors is empty; expected at least one prior precision.")
+        raise ArgumentError("DemoSettings.priors is empty; expected at least one prior precision.")
     x, y = digits.validation
     data = digits.validation.data()
     eta, ggn = (errbar.collect(network, digits.train.data(), last_layers=2, fisher=kind) for kind in ("eta", "ggn"))
@@ -189,7 +189,7 @@ def choose_posteriors(
     return best[0][1], best[1][1], best[2][1]
 
 
-def compare(digits: Digits, settings: Settings, *, progress: bool = False) -> Comparison:
+def compare(digits: Digits, settings: DemoSettings, *, progress: bool = False) -> Comparison:
     """The paper's methods (i) to (vi), and (vii): the exact Fisher information with both T and T_c."""
     x, y = digits.test
     jobs = [(settings.seed + number, 0.0) for number in range(settings.members)] + [(settings.seed, settings.dropout)]
@@ -219,7 +219,7 @@ def compare(digits: Digits, settings: Settings, *, progress: bool = False) -> Co
 
 
 def fuse_classifiers(
-    digits: Digits, prior: errbar.Prior, settings: Settings, *, progress: bool = False
+    digits: Digits, prior: errbar.Prior, settings: DemoSettings, *, progress: bool = False
 ) -> tuple[Score, ...]:
     """Two classifiers that share no training digit, for the sake of independence, and their fusion."""
     x, y = digits.test
@@ -255,7 +255,7 @@ def make_frames(x: Float[Tensor, "N 64"], frames: int, seed: int) -> Float[Tenso
 
 
 def fuse_digit_frames(
-    posterior: errbar.Posterior, test: Samples, settings: Settings, *, progress: bool = False
+    posterior: errbar.Posterior, test: Samples, settings: DemoSettings, *, progress: bool = False
 ) -> tuple[Score, ...]:
     """Several frames of each digit, fused as if independent, and with the covariance R between them."""
     x, y = test.x[: settings.objects], test.y[: settings.objects]
@@ -344,10 +344,10 @@ def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Tabl
 
 
 def run(
-    output: Path, progress: bool = True, settings: Settings | None = None, *, quiet: bool = False
+    output: Path, progress: bool = True, settings: DemoSettings | None = None, *, quiet: bool = False
 ) -> dict[str, Any]:
     """Everything, printed as it comes unless `quiet`, and returned by name; figures as PNG files in `output`."""
-    settings = Settings() if settings is None else settings
+    settings = DemoSettings() if settings is None else settings
     if output.exists() and not output.is_dir():
         raise ArgumentError(f"The output {output} is a file; expected a folder for the figures.")
     output.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from errbar._base.memory import require_memory
 from errbar._curvature.dense import DenseAccumulator, DenseFactor, DenseSum
 from errbar._curvature.fisher import Fisher
 from errbar._derivative.route import Derivative
-from errbar._derivative.shared import Part
+from errbar._derivative.shared import Spans
 from errbar._derivative.trace import LinearLayer
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.selection import Selection, owner
@@ -29,7 +29,7 @@ class Block:
     """The selected parameters of one module."""
 
     name: str
-    part: Part
+    part: Spans
 
     def rebased(self, layer: LinearLayer) -> LinearLayer:
         """The layer with its positions counted from the start of the block."""
@@ -43,9 +43,9 @@ class Block:
     def restricted(self, derivative: Derivative) -> Derivative:
         """The derivative by the parameters of this block alone."""
         n, classes = len(self.part), derivative.n_classes
-        if derivative.factors is None:
+        if derivative.terms is None:
             return Derivative(n, classes, None, self.part.take(derivative.jacobian()))
-        own = [factor for factor in derivative.factors if factor.layer.name == self.name]
+        own = [factor for factor in derivative.terms if factor.layer.name == self.name]
         factors = tuple(replace(factor, layer=self.rebased(factor.layer)) for factor in own)
         return Derivative(n, classes, factors, None)
 
@@ -55,7 +55,7 @@ def blocks(selection: Selection) -> tuple[Block, ...]:
     owners: dict[str, list[str]] = {}
     for name in selection.names:
         owners.setdefault(owner(name), []).append(name)
-    return tuple(Block(module, Part.of(selection, names)) for module, names in owners.items())
+    return tuple(Block(module, Spans.of(selection, names)) for module, names in owners.items())
 
 
 def _assembled(parts: Iterator[tuple[Block, Float[Tensor, "k k"]]], n: int, device: torch.device) -> Tensor:
@@ -103,9 +103,9 @@ class BlockSum:
         """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
         return max(total.tolerance(dtype) for total in self.totals)
 
-    def is_possible(self, tolerance: float) -> bool:
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
         """Whether no eigenvalue is below −tolerance."""
-        return all(total.is_possible(tolerance) for total in self.totals)
+        return all(total.is_positive_semidefinite(tolerance) for total in self.totals)
 
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> BlockFactor:
         factors = [

@@ -19,7 +19,7 @@ from errbar._base import linalg
 from errbar._curvature import banded, packed
 from errbar._curvature.fisher import Fisher, fisher_matrix, fisher_root
 from errbar._derivative.route import Derivative
-from errbar._derivative.trace import Factor, LinearLayer
+from errbar._derivative.trace import LinearLayer, LinearTerm
 from errbar._distributions.logits import LogitGaussian
 
 # Two layers, and whether the block is of one term with itself, and so symmetric.
@@ -68,7 +68,7 @@ class DenseSum:
         """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
         return len(self.matrix) * linalg.rounding(dtype) * float(self.matrix.diagonal().abs().max())
 
-    def is_possible(self, tolerance: float) -> bool:
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
         """Whether no eigenvalue is below −tolerance."""
         return linalg.is_positive_semidefinite(self.matrix, tolerance=tolerance)
 
@@ -97,13 +97,13 @@ class DenseAccumulator:
         self.blocks: dict[BlockKey, Float[Tensor, "rows k"]] = {}
         self.bands: dict[BlockKey, banded.Bands] = {}
         self.contrasted: set[LinearLayer] = set()
-        self.staged: list[tuple[Float[Tensor, "B M M"], tuple[Factor, ...]]] = []
+        self.staged: list[tuple[Float[Tensor, "B M M"], tuple[LinearTerm, ...]]] = []
         self.staged_samples = 0
         # Σ_n J_nᵀ Λ_n J_n s in float64, to compare the sums with; not needed where those are float64 themselves.
         self.checked = None if dtype == torch.float64 else torch.zeros(n, dtype=torch.float64, device=device)
 
     def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
-        if derivative.factors is None:
+        if derivative.terms is None:
             rows = weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype)
             self._add_rows(rows)
             if self.checked is not None:
@@ -111,12 +111,12 @@ class DenseAccumulator:
                     part = few.double()
                     self.checked += (part @ linalg.signs(self.n, self.device)) @ part
             return
-        if self.staged and not _same_layers(self.staged[-1][1], derivative.factors):
+        if self.staged and not _same_layers(self.staged[-1][1], derivative.terms):
             self._flush()
         weights = fisher_matrix(logits, self.fisher)
         if self.checked is not None:
-            _add_applied(self.checked, weights, derivative.factors)
-        self.staged.append((weights.to(self.dtype), derivative.to(self.dtype).factors or ()))
+            _add_applied(self.checked, weights, derivative.terms)
+        self.staged.append((weights.to(self.dtype), derivative.to(self.dtype).terms or ()))
         self.staged_samples += len(logits)
         if self.staged_samples >= self._capacity():
             self._flush()
@@ -189,8 +189,8 @@ class DenseAccumulator:
 
     def _add_block(
         self,
-        first: Factor,
-        second: Factor,
+        first: LinearTerm,
+        second: LinearTerm,
         weights: Float[Tensor, "k B"],
         left: Float[Tensor, "p B"],
         right: Float[Tensor, "q B"],
@@ -210,7 +210,7 @@ class DenseAccumulator:
         packed.add_products(self.blocks[key], weights, left, None if symmetric else right)
 
 
-def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], factors: tuple[Factor, ...]) -> None:
+def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], factors: tuple[LinearTerm, ...]) -> None:
     """total += Σ_n J_nᵀ Λ_n J_n s in float64, by products with vectors alone."""
     direction = linalg.signs(len(total), total.device)
     wide = [factor.to(torch.float64) for factor in factors]
@@ -234,16 +234,16 @@ def weighted_rows(
     return (root.mT @ jacobian.to(dtype)).flatten(0, 1)
 
 
-def _same_layers(first: tuple[Factor, ...], second: tuple[Factor, ...]) -> bool:
+def _same_layers(first: tuple[LinearTerm, ...], second: tuple[LinearTerm, ...]) -> bool:
     return [factor.layer for factor in first] == [factor.layer for factor in second]
 
 
-def _concatenated(parts: list[tuple[Factor, ...]]) -> list[Factor]:
+def _concatenated(parts: list[tuple[LinearTerm, ...]]) -> list[LinearTerm]:
     joined = []
     for same in zip(*parts, strict=True):
         outer = [factor.outer for factor in same if factor.outer is not None]
         inner = torch.cat([factor.inner for factor in same])
-        joined.append(Factor(same[0].layer, inner, torch.cat(outer) if outer else None))
+        joined.append(LinearTerm(same[0].layer, inner, torch.cat(outer) if outer else None))
     return joined
 
 
@@ -324,10 +324,10 @@ class DenseFactor:
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize)."""
-        if derivative.factors is None:
+        if derivative.terms is None:
             covariance = self._from_jacobian(derivative.jacobian())
         else:
-            covariance = self._from_factors(derivative.factors)
+            covariance = self._from_factors(derivative.terms)
         return LogitGaussian.trusted(mean, covariance)
 
     def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
@@ -346,7 +346,7 @@ class DenseFactor:
         product = (self.covariance @ columns.double()).T.reshape(size, classes, n)
         return linalg.symmetric(jacobian.double() @ product.mT)
 
-    def _from_factors(self, factors: tuple[Factor, ...]) -> Float[Tensor, "B M M"]:
+    def _from_factors(self, factors: tuple[LinearTerm, ...]) -> Float[Tensor, "B M M"]:
         """Σ over pairs of terms of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, by matrix products with P repacked."""
         inner = [factor.inner.T.contiguous() for factor in factors]
         total: Tensor | None = None

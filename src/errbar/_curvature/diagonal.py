@@ -19,7 +19,7 @@ from errbar._base.memory import require_memory
 from errbar._curvature.fisher import Fisher, fisher_diagonal, fisher_root
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.route import Derivative
-from errbar._derivative.shared import Part, SharedFactor, gathered, scatter_, shared_factors
+from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_, shared_terms
 from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
 from errbar.errors import CovarianceError
 
@@ -38,7 +38,7 @@ def weighted_squares(
     return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
 
 
-def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fisher: Fisher) -> Float[Tensor, "d p"]:
+def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedTerm, fisher: Fisher) -> Float[Tensor, "d p"]:
     """Σ_n diag(JᵀΛJ) of one layer."""
     if factor.outer is None:
         weights = fisher_diagonal(logits).to(factor.inner.dtype)
@@ -48,7 +48,7 @@ def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedFactor, fis
     # V meets the root of Λ before it meets h: it is smaller than J.
     root = fisher_root(logits, fisher).to(factor.outer.dtype)
     rows = (root.mT @ factor.outer.flatten(2)).reshape(factor.outer.shape)
-    pieces = SharedFactor(factor.layer, factor.inner, rows).pieces()
+    pieces = SharedTerm(factor.layer, factor.inner, rows).pieces()
     return torch.stack([made.square_().sum((0, 1)) for _, made in pieces]).sum(0)
 
 
@@ -100,7 +100,7 @@ class DiagonalSum:
         # Terms of one sign: the error grows with the square root of their number, a few thousand in one product.
         return 100 * torch.finfo(dtype).eps * float(self.values.abs().max())
 
-    def is_possible(self, tolerance: float) -> bool:
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
         """Whether no entry is below −tolerance."""
         return bool((self.values >= -tolerance).all())
 
@@ -118,7 +118,7 @@ class DiagonalAccumulator:
 
     def add(self, logits: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> None:
         parts = _by_layer(derivative)
-        for factor in parts.factors:
+        for factor in parts.terms:
             more = diagonal_information(logits, factor.to(self.dtype), self.fisher)
             scatter_(self.values, factor.layer, gathered(factor.layer, self.values) + more)
         if len(parts.rest):
@@ -150,7 +150,7 @@ class DiagonalFactor:
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal where all that is selected is a layer that returns the logits."""
         parts = _by_layer(derivative)
-        factors, rest = parts.factors, parts.explicit
+        factors, rest = parts.terms, parts.explicit
         if len(factors) == 1 and factors[0].outer is None and not len(parts.rest):
             return DiagonalLogitGaussian.of(mean, factors[0].output_variance(self._variances(factors[0])))
         terms = [factor.covariance(self._variances(factor)) for factor in factors]
@@ -165,7 +165,7 @@ class DiagonalFactor:
         """W_l = QᵀJ_l diag(P)^½ of each layer and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
         parts = _by_layer(derivative).of_rotated(rotation)
         yield (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
-        for factor in parts.factors:
+        for factor in parts.terms:
             yield from factor.joint_halves(self._variances(factor))
 
     def joint_covariance(self, derivative: Derivative | LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
@@ -174,11 +174,11 @@ class DiagonalFactor:
         size, classes = parts.explicit.shape[:2]
         half = (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
         covariance = (half @ half.T).reshape(size, classes, size, classes)
-        for factor in parts.factors:
+        for factor in parts.terms:
             covariance += factor.joint_covariance(self._variances(factor))
         return covariance
 
-    def _variances(self, factor: SharedFactor) -> Float[Tensor, "d p"]:
+    def _variances(self, factor: SharedTerm) -> Float[Tensor, "d p"]:
         return gathered(factor.layer, self.precision).reciprocal().to(factor.inner.dtype)
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
@@ -197,11 +197,11 @@ def _by_layer(derivative: Derivative | LayerwiseDerivative) -> LayerwiseDerivati
     if isinstance(derivative, LayerwiseDerivative):
         return derivative
     n = derivative.n_parameters
-    if derivative.factors is None:
-        return LayerwiseDerivative(n, (), Part(((0, n),)), derivative.jacobian())
-    inner = derivative.factors[0].inner
+    if derivative.terms is None:
+        return LayerwiseDerivative(n, (), Spans(((0, n),)), derivative.jacobian())
+    inner = derivative.terms[0].inner
     nothing = inner.new_zeros(len(inner), derivative.n_classes, 0)
-    return LayerwiseDerivative(n, tuple(shared_factors(derivative.factors)), Part(()), nothing)
+    return LayerwiseDerivative(n, tuple(shared_terms(derivative.terms)), Spans(()), nothing)
 
 
 def _embedded(values: Float[Tensor, "n"]) -> Float[Tensor, "n n"]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from errbar._base.memory import require_memory
 from errbar._derivative.layerwise import LayerwiseDerivative
-from errbar._derivative.shared import Part, SharedFactor, gathered, scatter_
+from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_
 from errbar._derivative.trace import LinearLayer
 from errbar._distributions.factored import FactoredLogitGaussian
 from errbar._distributions.logits import LogitGaussian
@@ -58,7 +58,7 @@ class KroneckerBasis:
         k = self.precision.numel()
         return torch.einsum("ik,jk,kab->iajb", self.outer, self.outer, inside).reshape(k, k)
 
-    def rotated(self, factor: SharedFactor) -> SharedFactor:
+    def rotated(self, factor: SharedTerm) -> SharedTerm:
         return factor.rotated(self.outer, self.inner)
 
 
@@ -69,14 +69,14 @@ class KroneckerFactor:
         self,
         n: int,
         bases: tuple[KroneckerBasis, ...],
-        rest_part: Part,
+        rest_spans: Spans,
         rest: Float[Tensor, "k"],
         jitter: float,
         negative_share: float = 0.0,
     ) -> None:
         self.n_parameters = n
         self.bases = bases
-        self.rest_part = rest_part
+        self.rest_spans = rest_spans
         self.rest = rest
         self.jitter = jitter
         # How far rounding took the information below zero, as a share of the prior, before it was set to zero there.
@@ -94,8 +94,8 @@ class KroneckerFactor:
         whole = empty_matrix(self.n_parameters, self.rest.device)
         for basis in self.bases:
             set_block_(whole, basis.layer, basis.covariance())
-        if len(self.rest_part):
-            positions = self.rest_part.positions(whole.device)
+        if len(self.rest_spans):
+            positions = self.rest_spans.positions(whole.device)
             whole[positions, positions] = 1 / self.rest
         return whole
 
@@ -106,13 +106,13 @@ class KroneckerFactor:
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: LayerwiseDerivative) -> LogitGaussian:
         """N(ĝ, P^g); in factored form where all that is selected is a layer that returns the logits."""
         bases = self._bases(derivative.explicit.dtype)
-        if len(bases) == 1 and not len(self.rest_part) and derivative.factors[0].outer is None:
-            h = derivative.factors[0].inner[:, 0] @ bases[0].inner
+        if len(bases) == 1 and not len(self.rest_spans) and derivative.terms[0].outer is None:
+            h = derivative.terms[0].inner[:, 0] @ bases[0].inner
             outer = self.bases[0].outer
             return FactoredLogitGaussian.of(mean, outer, h.square() @ bases[0].variances.T, rotation=outer.T)
         half = derivative.explicit * self.rest.rsqrt().to(derivative.explicit.dtype)
         covariance = half @ half.mT
-        for basis, factor in zip(bases, derivative.factors, strict=True):
+        for basis, factor in zip(bases, derivative.terms, strict=True):
             covariance += basis.rotated(factor).covariance(basis.variances)
         return LogitGaussian.trusted(mean, covariance)
 
@@ -122,7 +122,7 @@ class KroneckerFactor:
         """W_l = QᵀJ_l P_l^½ of each layer in its eigenbasis and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
         derivative = derivative.of_rotated(rotation)
         yield (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
-        for basis, factor in zip(self.bases, derivative.factors, strict=True):
+        for basis, factor in zip(self.bases, derivative.terms, strict=True):
             yield from basis.rotated(factor).joint_halves(basis.variances)
 
     def joint_covariance(self, derivative: LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
@@ -130,7 +130,7 @@ class KroneckerFactor:
         half = (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
         size, classes = derivative.explicit.shape[:2]
         covariance = (half @ half.T).reshape(size, classes, size, classes)
-        for basis, factor in zip(self.bases, derivative.factors, strict=True):
+        for basis, factor in zip(self.bases, derivative.terms, strict=True):
             covariance += basis.rotated(factor).joint_covariance(basis.variances)
         return covariance
 
@@ -147,8 +147,8 @@ class KroneckerFactor:
         for basis in self.bases:
             independent = gathered(basis.layer, normal) * basis.precision.rsqrt()
             scatter_(drawn, basis.layer, basis.outer @ independent @ basis.inner.T)
-        if len(self.rest_part):
-            drawn[:, self.rest_part.positions(normal.device)] = self.rest_part.take(normal) * self.rest.rsqrt()
+        if len(self.rest_spans):
+            drawn[:, self.rest_spans.positions(normal.device)] = self.rest_spans.take(normal) * self.rest.rsqrt()
         return drawn
 
     def log_determinant_of_precision(self) -> float:
@@ -156,4 +156,4 @@ class KroneckerFactor:
 
     def to(self, device: torch.device) -> KroneckerFactor:
         bases = tuple(basis.to(device) for basis in self.bases)
-        return KroneckerFactor(self.n_parameters, bases, self.rest_part, self.rest.to(device), self.jitter)
+        return KroneckerFactor(self.n_parameters, bases, self.rest_spans, self.rest.to(device), self.jitter)

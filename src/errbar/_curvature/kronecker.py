@@ -24,7 +24,7 @@ from errbar._curvature.diagonal import DiagonalSum, safe_precision, weighted_squ
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
 from errbar._curvature.fisher import Fisher, fisher_diagonal
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.shared import Part, SharedLayer, gathered
+from errbar._derivative.shared import SharedLayer, Spans, gathered
 from errbar._derivative.trace import Trace
 from errbar._model.batch import Batch
 from errbar._model.network import Network
@@ -78,7 +78,7 @@ class KroneckerBlock:
         """1/count, and 0 where all samples were forgotten."""
         return 1 / self.count if self.count > 1e-9 * self.peak[2] else 0.0
 
-    def is_possible(self, tolerance: float) -> bool:
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
         return all(
             linalg.is_positive_semidefinite(matrix, tolerance=tolerance * len(matrix) * peak)
             for matrix, peak in ((self.inner, self.peak[0]), (self.outer, self.peak[1]))
@@ -114,7 +114,7 @@ class KroneckerSum:
 
     n_parameters: int
     blocks: tuple[KroneckerBlock, ...]
-    rest_part: Part
+    rest_spans: Spans
     rest: DiagonalSum
     rest_peak: float
 
@@ -126,8 +126,8 @@ class KroneckerSum:
         whole = empty_matrix(self.n_parameters, self.device)
         for block in self.blocks:
             set_block_(whole, block.layer, torch.kron(block.outer * block.share, block.inner))
-        if len(self.rest_part):
-            positions = self.rest_part.positions(self.device)
+        if len(self.rest_spans):
+            positions = self.rest_spans.positions(self.device)
             whole[positions, positions] = self.rest.values
         return whole
 
@@ -146,35 +146,35 @@ class KroneckerSum:
         blocks = tuple(a.plus(b, sign) for a, b in zip(self.blocks, other.blocks, strict=True))
         rest = self.rest + other.rest * float(sign)
         peak = max(self.rest_peak, other.rest_peak, _largest(rest.values))
-        return KroneckerSum(self.n_parameters, blocks, self.rest_part, rest, peak)
+        return KroneckerSum(self.n_parameters, blocks, self.rest_spans, rest, peak)
 
     def __mul__(self, factor: float) -> KroneckerSum:
         blocks = tuple(block.times(factor) for block in self.blocks)
-        return KroneckerSum(self.n_parameters, blocks, self.rest_part, self.rest * factor, self.rest_peak * factor)
+        return KroneckerSum(self.n_parameters, blocks, self.rest_spans, self.rest * factor, self.rest_peak * factor)
 
     def to(self, device: torch.device) -> KroneckerSum:
         blocks = tuple(block.to(device) for block in self.blocks)
-        return KroneckerSum(self.n_parameters, blocks, self.rest_part, self.rest.to(device), self.rest_peak)
+        return KroneckerSum(self.n_parameters, blocks, self.rest_spans, self.rest.to(device), self.rest_peak)
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """The rounding of a sum computed in `dtype`, relative: A, G and the rest each have a scale of their own."""
         return 10 * torch.finfo(dtype).eps
 
-    def is_possible(self, tolerance: float) -> bool:
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
         """Whether no eigenvalue of a factor is below −tolerance, relative to the largest entries ever."""
-        return self.rest.is_possible(10 * tolerance * self.rest_peak) and all(
-            block.is_possible(tolerance) for block in self.blocks
+        return self.rest.is_positive_semidefinite(10 * tolerance * self.rest_peak) and all(
+            block.is_positive_semidefinite(tolerance) for block in self.blocks
         )
 
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> KroneckerFactor:
         parts = [block.condition(prior_precision, limit) for block in self.blocks]
         rest, jitter = self.rest.values, 0.0
-        if len(self.rest_part):
-            rest, jitter = safe_precision(rest + self.rest_part.take(prior_precision), limit=limit)
+        if len(self.rest_spans):
+            rest, jitter = safe_precision(rest + self.rest_spans.take(prior_precision), limit=limit)
         jitter = max([jitter, *(own for _, own, _ in parts)])
         below = max((share for _, _, share in parts), default=0.0)
         bases = tuple(basis for basis, _, _ in parts)
-        return KroneckerFactor(self.n_parameters, bases, self.rest_part, rest, jitter, below)
+        return KroneckerFactor(self.n_parameters, bases, self.rest_spans, rest, jitter, below)
 
 
 class KroneckerAccumulator:
@@ -194,7 +194,7 @@ class KroneckerAccumulator:
         self.inner = {layer.name: zeros(layer.width, layer.width) for layer in route.layers}
         self.outer = {layer.name: zeros(layer.outputs, layer.outputs) for layer in route.layers}
         self.count = dict.fromkeys(self.inner, 0)
-        self.rest = zeros(len(route.rest_part))
+        self.rest = zeros(len(route.rest_spans))
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
         """Add a prepared batch, a part of it at a time; returns its logits."""
@@ -250,7 +250,7 @@ class KroneckerAccumulator:
             for layer in self.route.layers
         ]
         rest = DiagonalSum(self.rest)
-        return KroneckerSum(self.route.n_parameters, tuple(blocks), self.route.rest_part, rest, _largest(self.rest))
+        return KroneckerSum(self.route.n_parameters, tuple(blocks), self.route.rest_spans, rest, _largest(self.rest))
 
 
 def _add_square(total: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> None:

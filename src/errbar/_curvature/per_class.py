@@ -62,7 +62,7 @@ class PerClassSum:
         """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
         return self.layer.width * linalg.rounding(dtype) * float(self.totals.abs().max())
 
-    def is_possible(self, tolerance: float) -> bool:
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
         """Whether no eigenvalue is below −tolerance."""
         return linalg.is_positive_semidefinite(self.blocks(), tolerance=tolerance)
 
@@ -111,7 +111,7 @@ class PerClassAccumulator:
 
 def inner_of(derivative: Derivative) -> Float[Tensor, "B p"]:
     """h of the one layer that returns the logits themselves."""
-    factors = derivative.factors
+    factors = derivative.terms
     if factors is None or len(factors) != 1 or factors[0].outer is not None:
         raise ModelError(
             "The last layer returned the logits in the first batch and does something else now; expected a model that "

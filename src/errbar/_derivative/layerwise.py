@@ -18,7 +18,7 @@ from torch import Tensor
 
 from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic, rounding_of
 from errbar._derivative.norms import NormLayer, norm_layers
-from errbar._derivative.shared import Part, SharedFactor, SharedLayer, gathered, scatter_, shared_layers
+from errbar._derivative.shared import SharedLayer, SharedTerm, Spans, gathered, scatter_, shared_layers
 from errbar._derivative.trace import Trace, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network
@@ -29,39 +29,39 @@ _PART_BYTES, _MOST_PART_BYTES = 2**27, 2**32
 
 @dataclass(frozen=True, eq=False)
 class LayerwiseDerivative:
-    """J of B samples: `factors` of the layers, and the columns `explicit` of all other parameters."""
+    """J of B samples: `terms` of the layers, and the columns `explicit` of all other parameters."""
 
     n_parameters: int
-    factors: tuple[SharedFactor, ...]
-    rest: Part
+    terms: tuple[SharedTerm, ...]
+    rest: Spans
     explicit: Float[Tensor, "B M k"]
 
     def jacobian(self) -> Float[Tensor, "B M n"]:
-        if not self.factors:
+        if not self.terms:
             return self.explicit
         whole = self.explicit.new_zeros(*self.explicit.shape[:2], self.n_parameters)
-        for factor in self.factors:
+        for factor in self.terms:
             scatter_(whole, factor.layer, factor.jacobian())
         self.rest.put_(whole, self.explicit)
         return whole
 
     def of_rotated(self, rotation: Float[Tensor, "M M"]) -> LayerwiseDerivative:
         """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
-        factors = tuple(factor.of_rotated(rotation) for factor in self.factors)
+        factors = tuple(factor.of_rotated(rotation) for factor in self.terms)
         return LayerwiseDerivative(self.n_parameters, factors, self.rest, rotation.mT @ self.explicit)
 
     def to(self, dtype: torch.dtype) -> LayerwiseDerivative:
-        factors = tuple(factor.to(dtype) for factor in self.factors)
+        factors = tuple(factor.to(dtype) for factor in self.terms)
         return LayerwiseDerivative(self.n_parameters, factors, self.rest, self.explicit.to(dtype))
 
     @staticmethod
     def concatenated(parts: Sequence[LayerwiseDerivative]) -> LayerwiseDerivative:
         """The samples of several, one after the other."""
         first = parts[0]
-        if any(len(part.factors) != len(first.factors) for part in parts):
+        if any(len(part.terms) != len(first.terms) for part in parts):
             whole = torch.cat([part.jacobian() for part in parts])
-            return LayerwiseDerivative(first.n_parameters, (), Part(((0, first.n_parameters),)), whole)
-        factors = tuple(SharedFactor.concatenated(same) for same in zip(*(part.factors for part in parts), strict=True))
+            return LayerwiseDerivative(first.n_parameters, (), Spans(((0, first.n_parameters),)), whole)
+        factors = tuple(SharedTerm.concatenated(same) for same in zip(*(part.terms for part in parts), strict=True))
         explicit = torch.cat([part.explicit for part in parts])
         return LayerwiseDerivative(first.n_parameters, factors, first.rest, explicit)
 
@@ -70,7 +70,7 @@ class LayerwiseDerivative:
 class LayerwiseRoute:
     """Which layers are taken apart, which norms give Jacobians with them, and which parameters (`rest`) go alone.
 
-    `rest_part` are the parameters of the norms and of the rest together, `rest_starts` where the latter begin in the
+    `rest_spans` are the parameters of the norms and of the rest together, `rest_starts` where the latter begin in the
     flat vector. `inner_size` and `outer_size` are the numbers that h_t and V_t of one sample and one logit have in all
     layers, the latter with those of the widest derivative on the way back.
     """
@@ -81,7 +81,7 @@ class LayerwiseRoute:
     norms: tuple[NormLayer, ...]
     rest: Selection
     rest_starts: tuple[int, ...]
-    rest_part: Part
+    rest_spans: Spans
     inner_size: int
     outer_size: int
 
@@ -126,14 +126,14 @@ class LayerwiseRoute:
             norms,
             Selection(tuple(rest), tuple(rest.values())),
             tuple(starts[name] for name in rest),
-            Part.of(selection, shapes),
+            Spans.of(selection, shapes),
             inner_size,
             outer_size,
         )
 
     def samples_at_a_time(self, device: torch.device) -> int:
         """For how many samples the derivatives stay within a fixed number of bytes."""
-        numbers = self.inner_size + self.n_classes * (self.outer_size + len(self.rest_part))
+        numbers = self.inner_size + self.n_classes * (self.outer_size + len(self.rest_spans))
         if self.layers and not self.inner_size:
             numbers = self.n_classes * self.n_parameters  # a file that does not know
         return _rows(numbers, device)
@@ -144,7 +144,7 @@ class LayerwiseRoute:
 
     def traced(self, network: Network, batch: Batch) -> Iterator[tuple[Batch, Trace]]:
         """The batch in parts, each run through the network, for derivatives of some seeds at a time."""
-        numbers = self.inner_size + 2 * self.outer_size + self.n_classes * len(self.rest_part)
+        numbers = self.inner_size + 2 * self.outer_size + self.n_classes * len(self.rest_spans)
         for part in batch.parts(_rows(numbers, network.device)):
             yield part, self._trace(network, part)
 
@@ -163,10 +163,10 @@ class LayerwiseRoute:
         columns += self.of_rest(network, batch)
         # Under autocast the logits may have a smaller dtype than derivatives.
         dtype = reduce(torch.promote_types, (part.dtype for _, part in columns), logits.dtype)
-        explicit = torch.empty(*logits.shape, len(self.rest_part), dtype=dtype, device=logits.device)
+        explicit = torch.empty(*logits.shape, len(self.rest_spans), dtype=dtype, device=logits.device)
         for where, part in columns:
             explicit[..., where] = part
-        return logits, LayerwiseDerivative(self.n_parameters, tuple(factors), self.rest_part, explicit)
+        return logits, LayerwiseDerivative(self.n_parameters, tuple(factors), self.rest_spans, explicit)
 
     def differentiated(self, trace: Trace) -> list[str]:
         """The layers and norms that take a backward pass."""
@@ -174,14 +174,14 @@ class LayerwiseRoute:
         return between + [norm.name for norm in self.norms]
 
     def of_norms(self, derivatives: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[slice, Float[Tensor, "k B c"]]]:
-        """What `Trace.derivatives` holds of the norms, and where among `rest_part` it belongs."""
+        """What `Trace.derivatives` holds of the norms, and where among `rest_spans` it belongs."""
         for norm in self.norms:
             columns = torch.stack(tuple(derivatives[norm.name])).sum(0)
             for where, start in norm.spans:
                 yield self._where(start, where.stop - where.start), columns[..., where]
 
     def of_rest(self, network: Network, batch: Batch) -> Iterator[tuple[slice, Float[Tensor, "B M c"]]]:
-        """Jacobians by the parameters that neither a layer nor a norm holds, and where among `rest_part` they go."""
+        """Jacobians by the parameters that neither a layer nor a norm holds, and where among `rest_spans` they go."""
         if self.rest.names:
             made = jacobians(network, self.rest, batch)
             for name, start in zip(self.rest.names, self.rest_starts, strict=True):
@@ -189,7 +189,7 @@ class LayerwiseRoute:
                 yield self._where(start, where.stop - where.start), made[..., where]
 
     def _where(self, start: int, size: int) -> slice:
-        first = self.rest_part.index(start)
+        first = self.rest_spans.index(start)
         return slice(first, first + size)
 
     def _trace(self, network: Network, batch: Batch) -> Trace:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.trace import Factor, LinearLayer, UnlikeFirstBatchError, capture, linear_layers
+from errbar._derivative.trace import LinearLayer, LinearTerm, UnlikeFirstBatchError, capture, linear_layers
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
@@ -24,19 +24,19 @@ FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
 
 @dataclass(frozen=True, eq=False)
 class Derivative:
-    """J of B samples: a sum of terms V ⊗ hᵀ (`factors`), or the matrices themselves (`explicit`)."""
+    """J of B samples: a sum of terms V ⊗ hᵀ (`terms`), or the matrices themselves (`explicit`)."""
 
     n_parameters: int
     n_classes: int
-    factors: tuple[Factor, ...] | None
+    terms: tuple[LinearTerm, ...] | None
     explicit: Float[Tensor, "B M n"] | None
 
     def jacobian(self) -> Float[Tensor, "B M n"]:
         """J itself, whichever way it is held."""
         if self.explicit is not None:
             return self.explicit
-        assert self.factors is not None
-        return _assembled(self.factors, self.n_parameters, self.n_classes)
+        assert self.terms is not None
+        return _assembled(self.terms, self.n_parameters, self.n_classes)
 
     @staticmethod
     def concatenated(parts: list[Derivative]) -> Derivative:
@@ -44,23 +44,23 @@ class Derivative:
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
-        if all(part.factors is not None and len(part.factors) == 1 for part in parts):
-            factors = [part.factors[0] for part in parts if part.factors is not None]
+        if all(part.terms is not None and len(part.terms) == 1 for part in parts):
+            factors = [part.terms[0] for part in parts if part.terms is not None]
             outer = [factor.outer for factor in factors if factor.outer is not None]
             inner = torch.cat([factor.inner for factor in factors])
-            joined = Factor(factors[0].layer, inner, torch.cat(outer) if outer else None)
+            joined = LinearTerm(factors[0].layer, inner, torch.cat(outer) if outer else None)
             return Derivative(first.n_parameters, first.n_classes, (joined,), None)
         explicit = torch.cat([part.jacobian() for part in parts])
         return Derivative(first.n_parameters, first.n_classes, None, explicit)
 
     def of_rotated(self, rotation: Float[Tensor, "M M"]) -> Derivative:
         """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
-        factors = None if self.factors is None else tuple(factor.of_rotated(rotation) for factor in self.factors)
+        factors = None if self.terms is None else tuple(factor.of_rotated(rotation) for factor in self.terms)
         explicit = None if self.explicit is None else rotation.mT @ self.explicit
         return Derivative(self.n_parameters, self.n_classes, factors, explicit)
 
     def to(self, dtype: torch.dtype) -> Derivative:
-        factors = None if self.factors is None else tuple(factor.to(dtype) for factor in self.factors)
+        factors = None if self.terms is None else tuple(factor.to(dtype) for factor in self.terms)
         explicit = None if self.explicit is None else self.explicit.to(dtype)
         return Derivative(self.n_parameters, self.n_classes, factors, explicit)
 
@@ -87,7 +87,7 @@ class Route:
             factors = [factor for part in (terms or {}).values() for factor in part]
             if (
                 terms is not None
-                and _factors_are_cheaper(factors, selection.n_parameters, logits.shape[1])
+                and _terms_are_cheaper(factors, selection.n_parameters, logits.shape[1])
                 and _agrees(network, selection, layers, terms, few)
             ):
                 return Route(layers, identity=len(factors) == 1 and factors[0].outer is None)
@@ -132,7 +132,7 @@ def _agrees(
     network: Network,
     selection: Selection,
     layers: tuple[LinearLayer, ...],
-    terms: dict[str, list[Factor]],
+    terms: dict[str, list[LinearTerm]],
     batch: Batch,
 ) -> bool:
     """Whether one vector-Jacobian product by the terms is what differentiating the whole model gives."""
@@ -147,7 +147,7 @@ def _agrees(
     return float((made - truth)[covered].norm()) <= tolerance * float(truth[covered].norm())
 
 
-def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:
+def _assembled(factors: tuple[LinearTerm, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:
     """The sum of the terms, each where its layer lies in the flat vector."""
     first = factors[0].inner
     explicit = first.new_zeros(len(first), classes, n)
@@ -160,7 +160,7 @@ def _assembled(factors: tuple[Factor, ...], n: int, classes: int) -> Float[Tenso
     return explicit
 
 
-def _factors_are_cheaper(factors: list[Factor], n: int, classes: int) -> bool:
+def _terms_are_cheaper(factors: list[LinearTerm], n: int, classes: int) -> bool:
     """Multiplications a sample: all pairs of terms, a quarter where both are the same, against M n² for Jacobians."""
     sizes = [factor.layer.outputs * factor.layer.width for factor in factors]
     total = sum(sizes)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errbar._derivative.trace import Call, Factor, LinearLayer, linear_shape, own_parameters
+from errbar._derivative.trace import Call, LinearLayer, LinearTerm, linear_shape, own_parameters
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 
@@ -25,13 +25,13 @@ JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
-class Part:
+class Spans:
     """Some entries of the flat parameter vector, as few stretches (start, stop) of it as possible."""
 
     spans: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(selection: Selection, names: Collection[str]) -> Part:
+    def of(selection: Selection, names: Collection[str]) -> Spans:
         """The entries of some of the selected parameters."""
         spans: list[tuple[int, int]] = []
         for name, where in selection.slices().items():
@@ -39,7 +39,7 @@ class Part:
                 spans[-1] = (spans[-1][0], where.stop)
             elif name in names:
                 spans.append((where.start, where.stop))
-        return Part(tuple(spans))
+        return Spans(tuple(spans))
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.spans)
@@ -127,14 +127,14 @@ class SharedLayer(LinearLayer):
         k, size = derivative.shape[:2]
         return derivative.reshape(k, size, -1, self.outputs).permute(1, 0, 3, 2)
 
-    def factor(self, calls: Sequence[Call], derivatives: Sequence[Tensor] | None) -> SharedFactor:
+    def factor(self, calls: Sequence[Call], derivatives: Sequence[Tensor] | None) -> SharedTerm:
         """J from all calls of the layer; `derivatives` is None where the layer returns the logits themselves."""
         inner = torch.cat([self.inner(call.inputs) for call in calls], 1)
         if derivatives is None:
-            return SharedFactor(self, inner, None)
+            return SharedTerm(self, inner, None)
         outer = torch.cat([self.outer(part) for part in derivatives], 3)
         # Under autocast the output, and the derivative by it, has another dtype than the input.
-        return SharedFactor(self, inner, outer).to(torch.promote_types(inner.dtype, outer.dtype))
+        return SharedTerm(self, inner, outer).to(torch.promote_types(inner.dtype, outer.dtype))
 
 
 def shared_layers(network: Network, selection: Selection) -> list[SharedLayer]:
@@ -173,7 +173,7 @@ def scatter_(vectors: Float[Tensor, "*K n"], layer: LinearLayer, values: Float[T
 
 
 @dataclass(frozen=True, eq=False)
-class SharedFactor:
+class SharedTerm:
     """J = Σ_t V_t ⊗ h_tᵀ of one layer, for B samples; `outer` is None where T = 1 and V is the identity.
 
     Its covariances are for parameters that are independent, with variances v_ia: for T = 1, V diag(Σ_a v_ia h_a²) Vᵀ.
@@ -183,8 +183,8 @@ class SharedFactor:
     inner: Float[Tensor, "B T p"]
     outer: Float[Tensor, "B M d T"] | None
 
-    def to(self, dtype: torch.dtype) -> SharedFactor:
-        return SharedFactor(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
+    def to(self, dtype: torch.dtype) -> SharedTerm:
+        return SharedTerm(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
 
     @property
     def is_single(self) -> bool:
@@ -192,27 +192,27 @@ class SharedFactor:
         return self.inner.shape[1] == 1
 
     @staticmethod
-    def concatenated(parts: Sequence[SharedFactor]) -> SharedFactor:
+    def concatenated(parts: Sequence[SharedTerm]) -> SharedTerm:
         """The samples of several, one after the other."""
         outer = [part.outer for part in parts if part.outer is not None]
         inner = torch.cat([part.inner for part in parts])
-        return SharedFactor(parts[0].layer, inner, torch.cat(outer) if outer else None)
+        return SharedTerm(parts[0].layer, inner, torch.cat(outer) if outer else None)
 
-    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> SharedFactor:
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> SharedTerm:
         """The derivative of Qᵀg in place of g."""
         if self.outer is None:
             outer = rotation.mT[None, :, :, None].expand(len(self.inner), -1, -1, 1)
         else:
             outer = torch.einsum("mk,bmdt->bkdt", rotation, self.outer)
-        return SharedFactor(self.layer, self.inner, outer)
+        return SharedTerm(self.layer, self.inner, outer)
 
-    def rotated(self, outer_basis: Float[Tensor, "d d"], inner_basis: Float[Tensor, "p p"]) -> SharedFactor:
+    def rotated(self, outer_basis: Float[Tensor, "d d"], inner_basis: Float[Tensor, "p p"]) -> SharedTerm:
         """J for parameters in other bases: W = outer_basis W̃ inner_basisᵀ."""
         if self.outer is None:
             outer = outer_basis[None, :, :, None].expand(len(self.inner), -1, -1, 1)
         else:
             outer = outer_basis.T @ self.outer
-        return SharedFactor(self.layer, self.inner @ inner_basis, outer)
+        return SharedTerm(self.layer, self.inner @ inner_basis, outer)
 
     def pieces(self) -> Iterator[tuple[slice, Float[Tensor, "b M d p"]]]:
         """J itself, for some samples at a time."""
@@ -228,7 +228,7 @@ class SharedFactor:
 
     def jacobian(self) -> Float[Tensor, "B M d p"]:
         if self.outer is None:
-            return Factor(self.layer, self.inner[:, 0], None).jacobian()
+            return LinearTerm(self.layer, self.inner[:, 0], None).jacobian()
         return torch.cat([made for _, made in self.pieces()])
 
     def output_variance(self, variances: Float[Tensor, "d p"]) -> Float[Tensor, "B d"]:
@@ -275,14 +275,14 @@ class SharedFactor:
         return (half @ half.T).reshape(size, len(half) // size, size, len(half) // size)
 
 
-def shared_factors(factors: Sequence[Factor]) -> list[SharedFactor]:
+def shared_terms(factors: Sequence[LinearTerm]) -> list[SharedTerm]:
     """The terms of each layer put together."""
-    by_layer: dict[LinearLayer, list[Factor]] = {}
+    by_layer: dict[LinearLayer, list[LinearTerm]] = {}
     for factor in factors:
         by_layer.setdefault(factor.layer, []).append(factor)
     made = []
     for layer, terms in by_layer.items():
         outer = [term.outer for term in terms if term.outer is not None]
         inner = torch.stack([term.inner for term in terms], 1)
-        made.append(SharedFactor(layer, inner, torch.stack(outer, 3) if outer else None))
+        made.append(SharedTerm(layer, inner, torch.stack(outer, 3) if outer else None))
     return made

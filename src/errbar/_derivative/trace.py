@@ -102,7 +102,7 @@ class LinearLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class LinearTerm:
     """One term V ⊗ hᵀ of the Jacobian of a layer, for B samples; `outer` is None where V is the identity."""
 
     layer: LinearLayer
@@ -115,10 +115,10 @@ class Factor:
             return identity[None, :, :, None] * self.inner[:, None, None, :]
         return self.outer[..., None] * self.inner[:, None, None, :]
 
-    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> Factor:
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> LinearTerm:
         """This term of the derivative of Qᵀg in place of g."""
         outer = rotation.mT.expand(len(self.inner), -1, -1) if self.outer is None else rotation.mT @ self.outer
-        return Factor(self.layer, self.inner, outer)
+        return LinearTerm(self.layer, self.inner, outer)
 
     def pulled_back(self, vectors: Float[Tensor, "B M"]) -> Float[Tensor, "d p"]:
         """Σ_n v_nᵀ J_n of this term, without forming J."""
@@ -126,15 +126,15 @@ class Factor:
         outer = vectors if self.outer is None else torch.einsum("bm,bmd->bd", vectors, self.outer)
         return outer.T @ self.inner
 
-    def to(self, dtype: torch.dtype) -> Factor:
-        return Factor(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
+    def to(self, dtype: torch.dtype) -> LinearTerm:
+        return LinearTerm(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """What a layer was given, what the logits are differentiated by, what went on, and the version which that had.
 
-    Differentiated is by the output, of which a copy goes on, or by what a `Probe` has added to it.
+    Differentiated is by the output, of which a copy goes on, or by what a `Interception` has added to it.
     """
 
     inputs: Tensor
@@ -226,7 +226,7 @@ def linear_shape(part: nn.Module) -> tuple[int, int, bool] | None:
 
 
 # Of a module, its input and its output: what is to be differentiated by, and what goes on in place of the output.
-Probe = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+Interception = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _by_output(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,10 +239,12 @@ def _not_at_all(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tens
     return output, output
 
 
-def record(network: Network, names: Sequence[str], batch: Batch, probes: Mapping[str, Probe] | None = None) -> Trace:
+def record(
+    network: Network, names: Sequence[str], batch: Batch, probes: Mapping[str, Interception] | None = None
+) -> Trace:
     """Run the network and note every call of the modules `names` and `probes`; the graph starts at the first."""
     replica = network.replica()
-    noted: dict[str, Probe] = {**dict.fromkeys(names, _by_output), **(probes or {})}
+    noted: dict[str, Interception] = {**dict.fromkeys(names, _by_output), **(probes or {})}
     seen: dict[str, list[Call]] = {name: [] for name in noted}
 
     def note(name: str) -> Any:
@@ -272,7 +274,7 @@ def record(network: Network, names: Sequence[str], batch: Batch, probes: Mapping
 
 def capture(
     network: Network, layers: Sequence[LinearLayer], batch: Batch
-) -> tuple[Float[Tensor, "B M"], dict[str, list[Factor]] | None]:
+) -> tuple[Float[Tensor, "B M"], dict[str, list[LinearTerm]] | None]:
     """The logits, and the terms V ⊗ hᵀ of each layer: one, or one for each token.
 
     None in place of the terms when a layer was not called exactly once, or its input does not start with the samples.
@@ -320,12 +322,12 @@ def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Flo
 
 def _factors(
     layer: LinearLayer, inputs: Float[Tensor, "B *T q"], derivative: Float[Tensor, "M B *T d"] | None
-) -> list[Factor]:
+) -> list[LinearTerm]:
     """One term, or one for each token."""
     inner = layer.augmented(inputs)
     if inner.ndim == 2:
-        return [Factor(layer, inner, None if derivative is None else derivative.transpose(0, 1))]
+        return [LinearTerm(layer, inner, None if derivative is None else derivative.transpose(0, 1))]
     assert derivative is not None
     tokens = inner.flatten(1, -2)
     outer = derivative.flatten(2, -2).permute(1, 2, 0, 3)
-    return [Factor(layer, tokens[:, t], outer[:, t]) for t in range(tokens.shape[1])]
+    return [LinearTerm(layer, tokens[:, t], outer[:, t]) for t in range(tokens.shape[1])]

@@ -76,7 +76,7 @@ def _reduced_factors(total: KroneckerSum, team: Team) -> KroneckerSum:
         )
         for index, block in enumerate(total.blocks)
     )
-    if not len(total.rest_part):
+    if not len(total.rest_spans):
         return replace(total, blocks=blocks)
     rest = DiagonalSum(team.summed(total.rest.values))
     return replace(total, blocks=blocks, rest=rest, rest_peak=float(rest.values.abs().max()))

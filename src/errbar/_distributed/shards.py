@@ -74,14 +74,14 @@ def opened(
 
 
 @dataclass(frozen=True)
-class Probe:
+class FirstBatch:
     """A batch by which every rank plans in the same way, and how large the largest first batch of a rank is."""
 
     batch: Batch
     size: int
 
 
-def probe_of(first: Batch | None, team: Team) -> Probe:
+def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
     """Two samples of the first rank that has any; of a process alone its whole first batch. A collective call.
 
     So a rank without data learns the layers and the classes, and all ranks make sums of the same form.
@@ -96,7 +96,7 @@ def probe_of(first: Batch | None, team: Team) -> Probe:
         raise DataError("The data are empty: expected at least one batch.")
     source, size = having[0], max(about[0] for about in told if about is not None)
     if team.is_alone and first is not None:
-        return Probe(first, size)
+        return FirstBatch(first, size)
     if told[source][1]:
 
         def call() -> tuple[tuple[Any, ...], dict[str, Any], Form] | None:
@@ -107,14 +107,14 @@ def probe_of(first: Batch | None, team: Team) -> Probe:
             return few.args, few.kwargs, few.form
 
         args, kwargs, form = team.broadcast(team.together(call), source)
-        return Probe(Batch(args, kwargs, form=form), size)
+        return FirstBatch(Batch(args, kwargs, form=form), size)
     if first is None or len(having) < team.size:
         empty = next(rank for rank in range(team.size) if rank not in having)
         raise DataError(
             f"Rank {empty} has no data, and cannot learn the layers from a batch of rank {source}, which holds more "
             "than tensors, numbers and text. Give each rank at least one batch, or use unpack= to pass plain arguments."
         )
-    return Probe(first, size)
+    return FirstBatch(first, size)
 
 
 def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:

@@ -58,14 +58,14 @@ Step = Linear | Elementwise
 
 
 @dataclass(frozen=True, eq=False)
-class Term:
+class LayerTerm:
     """V ⊗ hᵀ of one layer for B inputs; `outer` is None where V is the identity, and (M, d) where it is constant."""
 
     layer: LinearLayer
     inner: Float[Tensor, "B p"]
     outer: Float[Tensor, "*B M d"] | None
 
-    def covariance(self, inside: Float[Tensor, "B d e"], other: Term) -> Float[Tensor, "B M M"]:
+    def covariance(self, inside: Float[Tensor, "B d e"], other: LayerTerm) -> Float[Tensor, "B M M"]:
         """V Q V'ᵀ."""
         half = inside if self.outer is None else self.outer @ inside
         return half if other.outer is None else half @ other.outer.mT
@@ -91,7 +91,9 @@ class ChainedNetwork(nn.Module):
         output, *values = self.graph(*(next(state) if place < 0 else next(given) for place in self.places))
         return output, values
 
-    def terms(self, values: Sequence[Tensor], start: Float[Tensor, "M c"] | None, dtype: torch.dtype) -> list[Term]:
+    def terms(
+        self, values: Sequence[Tensor], start: Float[Tensor, "M c"] | None, dtype: torch.dtype
+    ) -> list[LayerTerm]:
         """The terms of the selected layers, the last first; V begins as `start`, None for the identity."""
         outer: Tensor | None = start
         found = []
@@ -103,7 +105,7 @@ class ChainedNetwork(nn.Module):
                 outer = (identity if outer is None else outer) * slope[:, None, :]
                 continue
             if step.layer is not None:
-                found.append(Term(step.layer, step.layer.augmented(inputs), outer))
+                found.append(LayerTerm(step.layer, step.layer.augmented(inputs), outer))
             weight = values[step.weight].to(dtype)
             outer = weight if outer is None else outer @ weight
         return found

@@ -23,7 +23,7 @@ from errbar._curvature.eigenbasis import KroneckerFactor
 from errbar._curvature.per_class import PerClassFactor
 from errbar._derivative.shared import gathered
 from errbar._derivative.trace import LinearLayer
-from errbar._export.chain import ChainedNetwork, Term
+from errbar._export.chain import ChainedNetwork, LayerTerm
 from errbar.errors import ExportError
 
 # The Cholesky factorisation is written out column by column, about ten operations each.
@@ -59,7 +59,7 @@ class FullCovariance(nn.Module):
                     f"coefficients_{x}_{y}_{start}", band.flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
                 )
 
-    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
+    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B M M"]:
         total: Tensor | None = None
         for x, y in self.pairs:
             first, second = terms[x], terms[y]
@@ -114,7 +114,7 @@ class IndependentCovariance(nn.Module):
             self.register_buffer(f"outer_{index}", outer)
             self.register_buffer(f"inner_{index}", inner)
 
-    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M M"]:
+    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B M M"]:
         total: Tensor | None = None
         for index, term in enumerate(terms):
             outer, inner = term.outer, term.inner
@@ -137,7 +137,7 @@ class ClassVariance(nn.Module):
         super().__init__()
         self.register_buffer("coefficients", coefficients)
 
-    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B M"]:
+    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B M"]:
         (term,) = terms
         return (_pairs(term.inner) @ self.get_buffer("coefficients")).clamp_min(0)
 
@@ -152,7 +152,7 @@ class OutputVariance(nn.Module):
         self.register_buffer("variances", variances)
         self.register_buffer("inner", inner)
 
-    def forward(self, terms: Sequence[Term]) -> Float[Tensor, "B d"]:
+    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B d"]:
         (term,) = terms
         inner = term.inner if self.inner is None else term.inner @ self.inner
         # Nothing is below zero; it keeps a runtime from making one operation of the product and T_c/T², see `_times`.

@@ -60,14 +60,14 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
+class WorkedExample:
     """A batch, prepared for the network, and what `predict` says about it, by the names of the outputs."""
 
     batch: Batch
     expected: Mapping[str, Tensor]
 
     @staticmethod
-    def of(batch: Batch, gaussian: LogitGaussian, request: ExportRequest) -> Example:
+    def of(batch: Batch, gaussian: LogitGaussian, request: ExportRequest) -> WorkedExample:
         """`gaussian` is what the posterior says about the logits of the batch."""
         prediction, rounded = gaussian.predict(request.samples, request.seed, draws=request.draws), gaussian.rounded()
         made: dict[str, Callable[[], Tensor]] = {
@@ -77,7 +77,7 @@ class Example:
             "logits": lambda: rounded.mean,
             "logit_covariance": lambda: rounded.covariance,
         }
-        return Example(batch, {name: make() for name, make in made.items() if name in request.outputs})
+        return WorkedExample(batch, {name: make() for name, make in made.items() if name in request.outputs})
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:
@@ -124,7 +124,7 @@ def write_export(
     path: str | os.PathLike[str],
     task: Task,
     factor: Factor,
-    examples: Sequence[Example],
+    examples: Sequence[WorkedExample],
     request: ExportRequest,
 ) -> None:
     """Make the graph, compare it with what `predict` says about the examples, and write the file."""
@@ -194,7 +194,7 @@ def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
     way = task.way
     if isinstance(way, ByDerivative) and way.route.factored:
         return way.route.layers, way.route.identity
-    if isinstance(way, ByLayer) and not len(way.route.rest_part):
+    if isinstance(way, ByLayer) and not len(way.route.rest_spans):
         layers = way.route.layers
         if all(isinstance(layer, SharedLayer) and layer.patches is None for layer in layers):
             return layers, len(layers) == 1 and way.route.outer_size == 0
@@ -307,7 +307,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _require_agreement_of_onnx_runtime(data: bytes, examples: Sequence[Example], outputs: Sequence[str]) -> None:
+def _require_agreement_of_onnx_runtime(data: bytes, examples: Sequence[WorkedExample], outputs: Sequence[str]) -> None:
     """Refuse a file that ONNX Runtime, where it is installed, cannot run or makes something else of."""
     try:
         import onnxruntime

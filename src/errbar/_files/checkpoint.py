@@ -38,7 +38,7 @@ DEFAULT_EVERY = 100
 _START = "0" * 64
 
 
-class Seen:
+class CountedStream:
     """A stream of batches of which it is known how many were taken, and which."""
 
     def __init__(self, stream: Iterator[Batch]) -> None:
@@ -115,13 +115,13 @@ def _is_checkpoint(name: str) -> bool:
         return False
 
 
-def store(path: Path, saved: SavedInformation, seen: Seen) -> None:
+def store(path: Path, saved: SavedInformation, seen: CountedStream) -> None:
     description, tensors = information_record(saved)
     position = {"batches": seen.batches, "digest": seen.digest}
     write(path, "checkpoint", description | {"position": position}, tensors)
 
 
-def resume(path: Path, task: Task, seen: Seen) -> SavedInformation | None:
+def resume(path: Path, task: Task, seen: CountedStream) -> SavedInformation | None:
     """What a checkpoint holds, with `seen` moved to where it was written; None where there is no file yet.
 
     A checkpoint of another model, of other options or of other data is refused.

@@ -133,8 +133,8 @@ def _kronecker_together(contents: Contents, fields: Fields, total: KroneckerSum)
         inner = laid_out(contents.tensor(f"factor.{index}.inner", p, p), part.flag("inner_columns"))
         precision = laid_out(_positive(contents, f"factor.{index}.precision", d, p), part.flag("precision_columns"))
         bases.append(KroneckerBasis(block.layer, outer, inner, precision))
-    rest = _positive(contents, "factor.rest", len(total.rest_part))
-    return KroneckerFactor(total.n_parameters, tuple(bases), total.rest_part, rest, _jitter(fields))
+    rest = _positive(contents, "factor.rest", len(total.rest_spans))
+    return KroneckerFactor(total.n_parameters, tuple(bases), total.rest_spans, rest, _jitter(fields))
 
 
 def _jitter(fields: Fields) -> float:

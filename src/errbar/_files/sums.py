@@ -19,7 +19,7 @@ from errbar._curvature.diagonal import DiagonalSum
 from errbar._curvature.kronecker import KroneckerBlock, KroneckerSum
 from errbar._curvature.lowrank import LowRankSum
 from errbar._curvature.per_class import PerClassSum
-from errbar._derivative.shared import Part, Patches, SharedLayer
+from errbar._derivative.shared import Patches, SharedLayer, Spans
 from errbar._derivative.trace import LinearLayer
 from errbar._files.container import Contents
 from errbar._files.json_fields import Fields
@@ -201,12 +201,12 @@ def _read_kronecker(
         outer = read_symmetric(contents, f"sum.{index}.outer", layer.outputs)
         a, g, c = (part.number(name, least=0) for name in ("inner_peak", "outer_peak", "count_peak"))
         made.append(KroneckerBlock(layer, inner, outer, part.number("count", least=0), (a, g, c)))
-    rest_part = rest_of(selection, layers)
-    rest = DiagonalSum(contents.tensor("sum.rest", len(rest_part)))
-    return KroneckerSum(selection.n_parameters, tuple(made), rest_part, rest, fields.number("rest_peak", least=0))
+    rest_spans = rest_of(selection, layers)
+    rest = DiagonalSum(contents.tensor("sum.rest", len(rest_spans)))
+    return KroneckerSum(selection.n_parameters, tuple(made), rest_spans, rest, fields.number("rest_peak", least=0))
 
 
-def rest_of(selection: Selection, layers: tuple[LinearLayer, ...]) -> Part:
+def rest_of(selection: Selection, layers: tuple[LinearLayer, ...]) -> Spans:
     """The parameters that no layer holds."""
     covered = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
-    return Part.of(selection, [name for name, where in selection.slices().items() if where.start not in covered])
+    return Spans.of(selection, [name for name, where in selection.slices().items() if where.start not in covered])

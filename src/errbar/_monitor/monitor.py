@@ -51,7 +51,7 @@ from errbar._monitor.martingales import (
     score_cells,
 )
 from errbar._monitor.pending import Identifier, Waiting, identifiers
-from errbar._monitor.settings import INPUT_TESTS, LABEL_TESTS, Settings, require_between
+from errbar._monitor.settings import INPUT_TESTS, LABEL_TESTS, MonitorSettings, require_between
 from errbar.errors import ArgumentError, DataError, MismatchError
 
 _LABEL_BETS = {"overconfidence": GAP_BETS, "underconfidence": GAP_BETS, "innovation": INNOVATION_BETS}
@@ -102,7 +102,7 @@ class Monitor:
             raise ArgumentError(f"outstanding is {outstanding!r}; expected a whole number of zero or more.")
         if tolerance is None:
             tolerance = float(reference.std.gather(1, reference.label[:, None]).double().mean())
-        self._settings = Settings(
+        self._settings = MonitorSettings(
             classes=reference.sampler.classes,
             rate=rate,
             tests=(tests,) if isinstance(tests, str) else tuple(tests),
@@ -267,7 +267,7 @@ class Monitor:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         known = copy.deepcopy(dict(state))  # a state may be used again: nothing in it is shared with the monitor
-        self._settings = Settings(**{**known["settings"], "tests": tuple(known["settings"]["tests"])})
+        self._settings = MonitorSettings(**{**known["settings"], "tests": tuple(known["settings"]["tests"])})
         self._inputs, self._drawn = stored_whole(known["inputs"]), stored_whole(known["drawn"])
         self._generator = self._generator_at(self._drawn)
         self._alarms = {alarm["test"]: Alarm(**alarm) for alarm in known["alarms"]}

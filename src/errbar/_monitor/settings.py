@@ -15,7 +15,7 @@ _MOST_CLASSES = 2**24
 
 
 @dataclass(frozen=True)
-class Settings:
+class MonitorSettings:
     """See `Monitor`; refused where they cannot be."""
 
     classes: int

@@ -260,7 +260,7 @@ def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
     means, roots, labels = [], [], []
     basis = rotation = None
     for batch in stream:
-        gaussian = plain.accurate_logits(batch)
+        gaussian = plain.unrounded_logits(batch)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))

@@ -69,7 +69,7 @@ def outlier_scores(
     for batch in track(
         batches(data, unpack or posterior.unpack), "Scoring", total=count_batches(data), enabled=progress
     ):
-        gaussian = plain.accurate_logits(batch)
+        gaussian = plain.unrounded_logits(batch)
         used = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = used.predict(samples, seed)
         information.append(prediction.mutual_information)

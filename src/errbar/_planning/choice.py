@@ -13,7 +13,7 @@ from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Layer, Selection
 from errbar._planning.costs import cost
-from errbar._planning.layout import Survey, survey
+from errbar._planning.layout import Layout, layout_of
 from errbar._planning.workload import Cost, Structure, Workload
 from errbar.errors import SizeError
 
@@ -25,7 +25,7 @@ PREFERENCE: tuple[Structure, ...] = ("dense", "block", "kron", "lowrank", "diag"
 class Request:
     """What is asked of memory: parameters of a network, of which a survey was made, for batches of so many samples."""
 
-    seen: Survey
+    seen: Layout
     selection: Selection
     batch: int
     fisher: Fisher
@@ -45,7 +45,7 @@ class Request:
         size: int | None = None,
     ) -> Request:
         """By what `batch` shows, for batches of `size` samples; of as many as this one has, if that is not given."""
-        return Request(survey(network, batch, layers), selection, size or len(batch), fisher, dtype, rank)
+        return Request(layout_of(network, batch, layers), selection, size or len(batch), fisher, dtype, rank)
 
     def workload(self, selection: Selection) -> Workload:
         return self.seen.workload(selection, batch=self.batch, fisher=self.fisher, dtype=self.dtype, rank=self.rank)

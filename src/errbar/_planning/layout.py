@@ -1,6 +1,6 @@
 """One pass of a few samples through the network, noting what its layers are and how large, and how long they take.
 
-From a `Survey` the `Workload` of any selection of parameters follows without running the network again.
+From a `Layout` the `Workload` of any selection of parameters follows without running the network again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from errbar._derivative.trace import own_parameters
 from errbar._model.batch import Batch
 from errbar._model.network import Network, as_logits, replicate, run
 from errbar._model.selection import Layer, Selection, owner, select
-from errbar._planning.workload import Term, Workload
+from errbar._planning.workload import LayerSize, Workload
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Event:
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class Layout:
     """What one pass showed: what ran, and how large it is.
 
     `ran` are the layers that `last_layers` counts, in order. `layers` are the linear layers and convolutions whose
@@ -117,7 +117,7 @@ class Survey:
         kept = {name: shape for name, shape in shapes if every[name].start not in together}
         return Selection(tuple(kept), tuple(kept.values()))
 
-    def _terms(self, selected: set[str]) -> Iterator[Term]:
+    def _terms(self, selected: set[str]) -> Iterator[LayerSize]:
         for layer in self.layers:
             prefix = f"{layer.name}." if layer.name else ""
             own = replace(
@@ -128,10 +128,10 @@ class Survey:
             if own.width and self.uses.get(layer.name):
                 plain = layer.patches is None and self.calls[layer.name] == 1
                 returns = layer.name in self.returning
-                yield Term(layer.name, layer.outputs, own.width, self.uses[layer.name], plain, returns)
+                yield LayerSize(layer.name, layer.outputs, own.width, self.uses[layer.name], plain, returns)
 
 
-def survey(network: Network, batch: Batch, ran: tuple[Layer, ...], *, samples: int = 2) -> Survey:
+def layout_of(network: Network, batch: Batch, ran: tuple[Layer, ...], *, samples: int = 2) -> Layout:
     """Run the first samples of a prepared batch through the network once; `ran` are its layers in order."""
     few = batch.rows(0, min(samples, len(batch)))
     size = len(few)
@@ -168,7 +168,7 @@ def survey(network: Network, batch: Batch, ran: tuple[Layer, ...], *, samples: i
             uses[event.module] = uses.get(event.module, 0) + max(1, event.outputs // outputs[event.module])
     returning = frozenset(name for name, output in returned.items() if output is logits and calls[name] == 1)
     norms = tuple(norm for norm in norm_layers(network, _every(network)) if norm.name in calls)
-    return Survey(network, logits.shape[1], ran, tuple(events), layers, norms, uses, calls, returning, seconds)
+    return Layout(network, logits.shape[1], ran, tuple(events), layers, norms, uses, calls, returning, seconds)
 
 
 def _starts(layer: SharedLayer | NormLayer) -> set[int]:

@@ -25,7 +25,7 @@ from errbar._model.network import Network, Output
 from errbar._model.selection import Selection, listed_modules
 from errbar._planning.choice import PREFERENCE
 from errbar._planning.costs import cost
-from errbar._planning.layout import Survey, survey
+from errbar._planning.layout import Layout, layout_of
 from errbar._planning.workload import Cost, Structure, Workload
 from errbar._posterior.differentiate import DEFAULT_RANK
 from errbar._posterior.information import require_option
@@ -136,7 +136,7 @@ def plan(
         few = batch.rows(0, _FEW)
         found = inspect(network, few)  # what cannot be used at all is refused by this call
         found.require_gauge(kind)
-        seen = survey(network, few, found.layers, samples=_FEW)
+        seen = layout_of(network, few, found.layers, samples=_FEW)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = _Speed.of(network, batch, dtype)
     options = []
@@ -148,7 +148,7 @@ def plan(
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
-def _selections(seen: Survey) -> list[tuple[int | None, Selection]]:
+def _selections(seen: Layout) -> list[tuple[int | None, Selection]]:
     """The last 1, 2, … layers, and all parameters; the latter as None, also where the last r are all."""
     every = seen.everything()
     found: list[tuple[int | None, Selection]] = [(r, seen.last(r)) for r in range(1, seen.n_layers + 1)]

@@ -26,7 +26,7 @@ _RETURNED_BYTES = 2**25
 
 
 @dataclass(frozen=True)
-class Term:
+class LayerSize:
     """One layer whose Jacobian is Σ_t V_t ⊗ h_tᵀ; `plain` where it is a linear layer that was called once."""
 
     module: str
@@ -53,7 +53,7 @@ class Workload:
 
     modules: tuple[tuple[str, int], ...]
     tensors: tuple[int, ...]
-    terms: tuple[Term, ...]
+    terms: tuple[LayerSize, ...]
     classes: int
     batch: int
     fisher: Fisher

@@ -21,9 +21,9 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.fisher import Fisher, require_fisher
 from errbar._derivative.inspection import Inspection, inspect
 from errbar._distributed.reduce import reduced
-from errbar._distributed.shards import opened, probe_of
+from errbar._distributed.shards import first_batch_of, opened
 from errbar._distributed.team import Team, team_of
-from errbar._files.checkpoint import DEFAULT_EVERY, Seen, require_checkpoint, resume, store
+from errbar._files.checkpoint import DEFAULT_EVERY, CountedStream, require_checkpoint, resume, store
 from errbar._files.container import write
 from errbar._files.task import SavedInformation, checked_classes, information_record
 from errbar._model.batch import Batch, Unpack, checked_labels, kept_unpack
@@ -112,7 +112,7 @@ class Information:
             )
         task = self._task_of_both(other)
         total: Any = self.total - other.total  # type: ignore[operator]
-        if not total.is_possible(self.total.tolerance(task.dtype)):  # type: ignore[union-attr]
+        if not total.is_positive_semidefinite(self.total.tolerance(task.dtype)):  # type: ignore[union-attr]
             raise ForgetError(
                 "Forgetting these data would leave negative information, so they were not among the data seen. "
                 "Expected data that were part of the fit, unchanged."
@@ -261,7 +261,7 @@ def collect(
     file, kind, network = team.together(checked)
     stream = opened(data, unpack, team, title="Collecting", progress=progress)
     first = next(stream, None)
-    probe = probe_of(first, team)
+    probe = first_batch_of(first, team)
     dtype = product_dtype(network, precision)  # type: ignore[arg-type]
 
     def surveyed() -> tuple[Batch, Inspection, Selection, str]:
@@ -311,7 +311,7 @@ def collect(
         information = accumulate_over(team, task, whole)
     else:
         information = _combined_over(
-            team, lambda: _accumulate_in_parts(task, Seen(whole), file, every, not team.is_alone)
+            team, lambda: _accumulate_in_parts(task, CountedStream(whole), file, every, not team.is_alone)
         )
     if is_zero(information.total):
         warnings.warn(
@@ -324,7 +324,7 @@ def collect(
 
 
 def _accumulate_in_parts(
-    task: Task, seen: Seen, path: str | os.PathLike[str], every: int, may_be_empty: bool
+    task: Task, seen: CountedStream, path: str | os.PathLike[str], every: int, may_be_empty: bool
 ) -> Information:
     """The information of a stream, stored after every so many batches, from where a checkpoint left off."""
     total: Information | None = None

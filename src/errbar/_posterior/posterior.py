@@ -28,7 +28,14 @@ from errbar._distributions.prediction import (
     softmax_over_classes_,
     standard_normal,
 )
-from errbar._export.write import Example, ExportRequest, checked_outputs, checked_path, checked_thresholds, write_export
+from errbar._export.write import (
+    ExportRequest,
+    WorkedExample,
+    checked_outputs,
+    checked_path,
+    checked_thresholds,
+    write_export,
+)
 from errbar._files.checkpoint import DEFAULT_EVERY
 from errbar._files.container import write
 from errbar._files.factors import take_factor_apart
@@ -77,9 +84,9 @@ class Posterior:
 
     def logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
         """N(ĝ/T, T_c P^g/T²) for each input (eq:linearize); `x` and `unpack` as in `predict`."""
-        return self.accurate_logits(x, unpack=unpack).rounded()
+        return self.unrounded_logits(x, unpack=unpack).rounded()
 
-    def accurate_logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
+    def unrounded_logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
 
         The common shift of the logits can have a variance that is orders of magnitude above that of the contrasts;
@@ -87,7 +94,7 @@ class Posterior:
         """
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
-            return LogitGaussian.concatenated([self.accurate_logits(batch) for batch in stream])
+            return LogitGaussian.concatenated([self.unrounded_logits(batch) for batch in stream])
         task = self.information.task
         with plain_execution(task.network.device):
             checks, batch = self._prepared(x, unpack)
@@ -125,7 +132,7 @@ class Posterior:
                 reads batches like those of the fit, and lists and tuples always, from which the labels at the end may
                 be missing. A tensor or a mapping that it cannot take is what the model itself takes.
         """
-        return self.accurate_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
+        return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
         network = self.information.network
@@ -296,7 +303,7 @@ class Posterior:
         batch = self._prepared(example)[1]
         # The batch size is free in the file, so it has to be right about one row as well as about several.
         parts = [batch, batch.rows(0, 1)] if len(batch) > 1 else [batch]
-        examples = [Example.of(part, self.accurate_logits(part), request) for part in parts]
+        examples = [WorkedExample.of(part, self.unrounded_logits(part), request) for part in parts]
         write_export(path, self.information.task, self.factor, examples, request)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -274,7 +274,7 @@ def _save(
 def _change(before: errbar.Posterior, after: errbar.Posterior, compared: list[Batch]) -> dict[str, float]:
     """The mean variance of the logits' contrasts of some of the inputs, before and after, and how it changed."""
     first, second = (
-        float(torch.cat([posterior.accurate_logits(batch).contrast_variance for batch in compared]).mean())
+        float(torch.cat([posterior.unrounded_logits(batch).contrast_variance for batch in compared]).mean())
         for posterior in (before, after)
     )
     return {

@@ -15,7 +15,7 @@ from errbar._base.atomic import write_file
 from errbar.experiments import figures, tables
 from errbar.experiments.pretrained import DEPTHS, pretrained
 from errbar.experiments.reproduce import reproduce
-from errbar.experiments.runs import Options
+from errbar.experiments.runs import RunOptions
 
 _SHOWN = (
     "scores",
@@ -47,7 +47,7 @@ def run(
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Compute, then print the tables (unless `quiet`) and draw the figures; returns tables and files by name."""
-    options = Options(experiment, data, output, seeds, quick, device, progress, only)
+    options = RunOptions(experiment, data, output, seeds, quick, device, progress, only)
     result = pretrained(options) if experiment in DEPTHS else reproduce(options)
     console = Console(highlight=False, quiet=quiet)
     made = {name: tables.TABLES[name](result) for name in tables.available(result)}

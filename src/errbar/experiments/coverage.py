@@ -41,7 +41,7 @@ _quartiles = partial(statistics.quantiles, n=4, method="inclusive")
 
 
 @dataclass(frozen=True)
-class Settings:
+class CoverageSettings:
     """A truth, the models that are fitted to samples of it, and what is asked of them.
 
     x ~ N(0, I). Truth and models are tanh networks inputs – hidden – classes, each model with initial weights of its
@@ -69,8 +69,8 @@ class Settings:
     seed: int = 0
 
 
-LOGISTIC = Settings()
-NETWORK = Settings(
+LOGISTIC = CoverageSettings()
+NETWORK = CoverageSettings(
     hidden=(16, 16),
     classes=3,
     logit_scale=2.0,
@@ -105,7 +105,7 @@ class Redraws:
         return errbar.fit(self.models[redraw], data, prior=self.prior, fisher=fisher, **chosen)
 
 
-def coverage(settings: Settings = LOGISTIC, *, device: str = "cpu", progress: bool = False) -> dict[str, Any]:
+def coverage(settings: CoverageSettings = LOGISTIC, *, device: str = "cpu", progress: bool = False) -> dict[str, Any]:
     """How often intervals hold the true f_m(x), for each choice of parameters, Fisher, and what `calibrate` fits."""
     if settings.redraws < 2:
         raise errbar.ArgumentError(f"redraws is {settings.redraws}; expected two or more: a standard error needs them.")
@@ -215,7 +215,7 @@ def run(quick: bool = False, progress: bool = False) -> dict[str, Any]:
     return {name: _rounded(part) for name, part in result.items()}
 
 
-def redraw_and_fit(settings: Settings, *, device: str = "cpu", progress: bool = False) -> Redraws:
+def redraw_and_fit(settings: CoverageSettings, *, device: str = "cpu", progress: bool = False) -> Redraws:
     """The truth and the inputs follow from the seed; re-draw number r from the seed and r, however many there are."""
     generator = torch.Generator().manual_seed(settings.seed)
     truth = _truth(settings, generator)
@@ -232,7 +232,11 @@ def redraw_and_fit(settings: Settings, *, device: str = "cpu", progress: bool = 
 
 
 def _fit_together(
-    models: Sequence[nn.Module], x: Float[Tensor, "R N D"], y: Int[Tensor, "R N"], settings: Settings, progress: bool
+    models: Sequence[nn.Module],
+    x: Float[Tensor, "R N D"],
+    y: Int[Tensor, "R N"],
+    settings: CoverageSettings,
+    progress: bool,
 ) -> None:
     """All models at once, with their parameters stacked: much faster than one small model after the other.
 
@@ -277,7 +281,7 @@ def distance_to_optimum(posterior: errbar.Posterior, x: Float[Tensor, "N D"], y:
     return math.sqrt(max(float(score @ posterior.covariance() @ score), 0.0))
 
 
-def _network(settings: Settings, seed: int) -> nn.Sequential:
+def _network(settings: CoverageSettings, seed: int) -> nn.Sequential:
     """Initial weights by torch's own rule, from the seed, in float64."""
     layers: list[nn.Module] = []
     with seeded(seed, torch.device("cpu")):
@@ -287,7 +291,7 @@ def _network(settings: Settings, seed: int) -> nn.Sequential:
 
 
 @torch.no_grad()
-def _truth(settings: Settings, generator: torch.Generator) -> nn.Sequential:
+def _truth(settings: CoverageSettings, generator: torch.Generator) -> nn.Sequential:
     """Weights N(0, 4/fan-in), biases N(0, 1), the last layer scaled: the root mean square of the logits, less their
     mean over the classes, is `logit_scale` over x ~ N(0, I)."""
     network = _network(settings, settings.seed)
@@ -300,7 +304,7 @@ def _truth(settings: Settings, generator: torch.Generator) -> nn.Sequential:
     return network.requires_grad_(False)
 
 
-def _draw(truth: nn.Module, settings: Settings, seed: int) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N"]]:
+def _draw(truth: nn.Module, settings: CoverageSettings, seed: int) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N"]]:
     """x ~ N(0, I) and labels y ~ p(y|x), these by inversion of the cumulative probability."""
     generator = torch.Generator().manual_seed(seed)
     size = settings.train_size + settings.held_out_size

@@ -20,7 +20,7 @@ from errbar.experiments.evaluation import evaluate
 from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
 from errbar.experiments.resnet import cifar_resnet, load_pretrained, normalise
-from errbar.experiments.runs import Options, Parts, assembled, described, kept_run, save
+from errbar.experiments.runs import Parts, RunOptions, assembled, described, kept_run, save
 from errbar.experiments.shifts import BLUR, CONTRAST, NOISE, quick_shifts
 
 DEPTHS = {"resnet20": 20, "resnet32": 32}
@@ -39,7 +39,7 @@ class _FromPixels(nn.Module):
         return logits
 
 
-def pretrained(options: Options) -> dict[str, Any]:
+def pretrained(options: RunOptions) -> dict[str, Any]:
     """Calibrate on one half of the test data and report on the other, for several choices of parameters.
 
     The runs differ in how the halves are drawn: the network is what it is.

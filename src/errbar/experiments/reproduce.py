@@ -23,7 +23,7 @@ from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
 from errbar.experiments.problem import Problem, Samples
 from errbar.experiments.problems import Experiment, build
-from errbar.experiments.runs import Options, Parts, assembled, described, kept_run, save
+from errbar.experiments.runs import Parts, RunOptions, assembled, described, kept_run, save
 from errbar.experiments.store import kept
 from errbar.experiments.training import train
 from errbar.experiments.views import views
@@ -33,7 +33,7 @@ _SCALES = tuple(10 ** (exponent / 4) for exponent in range(-12, 13))
 _RUN, _DROPOUT, _OTHER = 1000, 900, 950
 
 
-def reproduce(options: Options) -> dict[str, Any]:
+def reproduce(options: RunOptions) -> dict[str, Any]:
     """Run an experiment and write `<output>/<name>.json`."""
     start = time.perf_counter()
     count = options.count()

@@ -20,7 +20,7 @@ SEEDS = {"mnist": 5, "cifar10": 3, "gtsrb": 3, "digits": 5}
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What the command line asks for."""
 
     name: str
@@ -79,7 +79,7 @@ class Parts:
 
 
 def kept_run(
-    options: Options, description: dict[str, Any], seed: int, compute: Callable[[Parts], dict[str, Any]]
+    options: RunOptions, description: dict[str, Any], seed: int, compute: Callable[[Parts], dict[str, Any]]
 ) -> None:
     """Compute a run and keep it, unless one of the same description is kept already.
 
@@ -97,7 +97,7 @@ def kept_run(
     unfinished.unlink(missing_ok=True)
 
 
-def finished_runs(options: Options, description: dict[str, Any]) -> list[dict[str, Any]]:
+def finished_runs(options: RunOptions, description: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs that are kept, in the order of their seeds."""
     paths = (options.output / "runs").glob(f"{options.stem}-*.json")
     found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -105,7 +105,7 @@ def finished_runs(options: Options, description: dict[str, Any]) -> list[dict[st
     return sorted(same, key=lambda run: int(run["seed"]))
 
 
-def assembled(options: Options, description: dict[str, Any]) -> dict[str, Any]:
+def assembled(options: RunOptions, description: dict[str, Any]) -> dict[str, Any]:
     """The kept runs as one result: versions and machine are those of the runs, wherever they are put together."""
     runs = finished_runs(options, description)
     result = {**description, "methods": runs[0]["methods"], "versions": runs[0]["versions"]}
@@ -126,7 +126,7 @@ def _identity(description: dict[str, Any]) -> dict[str, Any]:
     return identity
 
 
-def described(options: Options, problem: Problem) -> dict[str, Any]:
+def described(options: RunOptions, problem: Problem) -> dict[str, Any]:
     """What a result is of: settings, versions, machine."""
     return {
         "experiment": options.name,
@@ -144,7 +144,7 @@ def described(options: Options, problem: Problem) -> dict[str, Any]:
     }
 
 
-def save(result: dict[str, Any], options: Options) -> None:
+def save(result: dict[str, Any], options: RunOptions) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     write(options.output / f"{options.stem}.json", result)
 

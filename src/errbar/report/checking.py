@@ -63,7 +63,7 @@ def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed:
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     found: dict[str, list[Tensor]] = {}
     for batch in stream:
-        gaussian = plain.accurate_logits(batch)
+        gaussian = plain.unrounded_logits(batch)
         calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = calibrated.predict(samples, seed)
         made = score_columns(

@@ -8,7 +8,7 @@ from errbar._distributions.prediction import Prediction
 from errbar.plots.single import plane_of
 from errbar.report.observing import Leader
 from errbar.report.pictures import numbers_of, picture_of
-from errbar.report.values import Bar, Ellipse, Example
+from errbar.report.values import Bar, Ellipse, ShownInput
 
 # Classes whose bars are drawn, and draws in the plane of two logits.
 _BARS = 5
@@ -22,7 +22,7 @@ def examples(
     shape: tuple[int, int, int] | None,
     samples: int,
     seed: int,
-) -> tuple[Example, ...]:
+) -> tuple[ShownInput, ...]:
     """The leaders of a list, in their order."""
     return tuple(_example(leader, classes, name_of(leader.index), shape, samples, seed) for leader in leaders)
 
@@ -34,11 +34,11 @@ def _example(
     shape: tuple[int, int, int] | None,
     samples: int,
     seed: int,
-) -> Example:
+) -> ShownInput:
     prediction = leader.gaussian.predict(samples, seed)
     predicted = int(prediction.label[0])
     picture = picture_of(leader.batch, shape)
-    return Example(
+    return ShownInput(
         name=name,
         label=classes[leader.label],
         predicted=classes[predicted],

@@ -23,7 +23,7 @@ NETWORK, BEFORE, AFTER = "network", "before_calibration", "after_calibration"
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observations:
     """One batch, its number of inputs before it, and what the posterior says about it.
 
     `gaussian` is without T and T_c, `calibrated` and `prediction` are with both; `labels` are on the CPU.
@@ -40,7 +40,7 @@ class Seen:
 class Watcher(Protocol):
     """Keeps something of the batches that pass."""
 
-    def see(self, seen: Seen) -> None: ...
+    def see(self, seen: Observations) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def observe(
     labels: list[Tensor] = []
     start = 0
     for batch in stream:
-        gaussian = plain.accurate_logits(batch)
+        gaussian = plain.unrounded_logits(batch)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
         prediction = gaussian.predict(samples, seed)
@@ -78,7 +78,7 @@ def observe(
             made[AFTER] = prediction.pmf
         for name, pmf in made.items():
             found.setdefault(name, []).append(pmf.cpu())
-        seen = Seen(start, batch, labels[-1], gaussian, calibrated, prediction)
+        seen = Observations(start, batch, labels[-1], gaussian, calibrated, prediction)
         for watcher in watchers:
             watcher.see(seen)
         start += size
@@ -96,7 +96,7 @@ class Doubts:
         self._variance: list[Tensor] = []
         self._logits: list[Tensor] = []
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: Observations) -> None:
         prediction = seen.prediction
         self._std.append(prediction.std.gather(1, prediction.label[:, None])[:, 0].cpu())
         self._information.append(prediction.mutual_information.cpu())
@@ -129,12 +129,12 @@ class Spread(Generic[Kept]):
     where there are as many, and no random number is needed.
     """
 
-    def __init__(self, limit: int, keep: Callable[[Seen, int], Kept]) -> None:
+    def __init__(self, limit: int, keep: Callable[[Observations, int], Kept]) -> None:
         self.limit, self.keep = limit, keep
         self.stride = 1
         self.held: list[Kept] = []
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: Observations) -> None:
         row = -seen.start % self.stride
         while row < len(seen.labels):
             self.held.append(self.keep(seen, row))
@@ -144,13 +144,13 @@ class Spread(Generic[Kept]):
             row += self.stride - (seen.start + row) % self.stride
 
 
-def gaussian_and_label(seen: Seen, row: int) -> tuple[LogitGaussian, int]:
+def gaussian_and_label(seen: Observations, row: int) -> tuple[LogitGaussian, int]:
     """The logits of one input without T and T_c, and its label."""
     # Tempered by one: a copy, since a slice would keep its whole batch in memory.
     return seen.gaussian[row : row + 1].tempered(1.0), int(seen.labels[row])
 
 
-def input_of(seen: Seen, row: int) -> Batch:
+def input_of(seen: Observations, row: int) -> Batch:
     """One input as a batch."""
     return seen.batch.rows(row, row + 1).map(torch.clone)
 
@@ -174,7 +174,7 @@ class Leaders:
         self.wrong = wrong
         self.held: list[Leader] = []
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: Observations) -> None:
         prediction = seen.prediction
         scores = (prediction.confidence if self.wrong else prediction.mutual_information).cpu().double()
         if self.wrong:
@@ -199,7 +199,7 @@ class Fingerprint:
         self._labels = hashlib.sha256()
         self.shape: tuple[int, ...] | None = None
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: Observations) -> None:
         for value in seen.batch.tensors():
             self._inputs.update(_bytes(value))
             self.shape = self.shape or tuple(value.shape[1:])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from errbar.report import charts
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, span
-from errbar.report.values import Estimate, Example, Report
+from errbar.report.values import Estimate, Report, ShownInput
 from errbar.report.wording import prose, table
 
 
@@ -77,7 +77,7 @@ def examples_section(report: Report) -> list[Child]:
     return made
 
 
-def _card(example: Example) -> Markup:
+def _card(example: ShownInput) -> Markup:
     """What was said about an input, its picture, its logits and its PMF, side by side."""
     said: list[Child] = [element("strong", example.predicted)]
     if example.label != example.predicted:

@@ -139,7 +139,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Example:
+class ShownInput:
     """One input, with what was said about it; a picture where it is one, else some of its numbers."""
 
     name: str
@@ -222,8 +222,8 @@ class Report:
     effect: ScaleEffect
     curves: ScaleCurves | None
     class_rows: tuple[ClassRow, ...]
-    uncertain: tuple[Example, ...]
-    wrong: tuple[Example, ...]
+    uncertain: tuple[ShownInput, ...]
+    wrong: tuple[ShownInput, ...]
     outliers: Outliers | None
     linearisation: Linearisation | None
     missing: tuple[str, ...]

@@ -27,7 +27,16 @@ import errbar
 from errbar.errors import ArgumentError, DataError, ErrbarError, MismatchError, WeightsChangedError
 from errbar.serve import schemas
 from errbar.serve.batching import Batcher
-from errbar.serve.compute import Answer, FuseFrames, FuseGaussians, FusePosteriors, Options, Predict, Work, compute
+from errbar.serve.compute import (
+    Answer,
+    AnswerOptions,
+    FuseFrames,
+    FuseGaussians,
+    FusePosteriors,
+    Predict,
+    Work,
+    compute,
+)
 from errbar.serve.guard import KINDS, Guard
 from errbar.serve.limits import LARGEST, Limits, Refusal, busy
 from errbar.serve.service import Served, Service
@@ -257,9 +266,9 @@ def _refused(error: ValidationError) -> Refusal:
     return Refusal(422, f"{place}: {first['msg'].rstrip('.')}. GET /openapi.json says what is expected.")
 
 
-def _options(body: Any, thresholds: Any, include: frozenset[str] = frozenset()) -> Options:
+def _options(body: Any, thresholds: Any, include: frozenset[str] = frozenset()) -> AnswerOptions:
     limits = tuple(thresholds) if isinstance(thresholds, list) else thresholds
-    return Options(body.temperature, body.covariance_scale, body.samples, body.seed, body.level, limits, include)
+    return AnswerOptions(body.temperature, body.covariance_scale, body.samples, body.seed, body.level, limits, include)
 
 
 def _about(body: Any, served: Served) -> dict[str, Any]:
@@ -273,7 +282,7 @@ def _about(body: Any, served: Served) -> dict[str, Any]:
     }
 
 
-def _given_gaussians(body: Any, options: Options, first: Served) -> FuseGaussians:
+def _given_gaussians(body: Any, options: AnswerOptions, first: Served) -> FuseGaussians:
     if options.temperature is not None or options.covariance_scale is not None:
         raise ArgumentError("Given gaussians have T and T_c in them already; expected neither in the request.")
     made = []

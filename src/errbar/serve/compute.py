@@ -26,7 +26,7 @@ _KEPT = 2**21
 
 
 @dataclass(frozen=True)
-class Options:
+class AnswerOptions:
     """What a request chooses; T and T_c are the posterior's own where they are None.
 
     `thresholds` are γ for each class or one for all, None where no risk is asked for.
@@ -47,7 +47,7 @@ class Predict:
 
     served: Served
     x: Tensor
-    options: Options
+    options: AnswerOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class FuseFrames:
 
     served: Served
     x: Tensor
-    options: Options
+    options: AnswerOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class FusePosteriors:
 
     members: tuple[Served, ...]
     x: Tensor
-    options: Options
+    options: AnswerOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class FuseGaussians:
 
     classes: tuple[str, ...]
     gaussians: tuple[LogitGaussian, ...]
-    options: Options
+    options: AnswerOptions
 
 
 Work = Predict | FuseFrames | FusePosteriors | FuseGaussians
@@ -100,12 +100,12 @@ def compute(works: Sequence[Work]) -> list[Answer]:
 def predict_together(works: Sequence[Predict]) -> list[Answer]:
     """One run of the network for all; one sampling, and its statistics, for those with the same options."""
     served = works[0].served
-    logits = served.plain.accurate_logits(torch.cat([work.x for work in works]))
+    logits = served.plain.unrounded_logits(torch.cat([work.x for work in works]))
     rows: list[slice] = []
     for work in works:
         start = rows[-1].stop if rows else 0
         rows.append(slice(start, start + len(work.x)))
-    kinds: dict[Options, list[int]] = {}
+    kinds: dict[AnswerOptions, list[int]] = {}
     for place, work in enumerate(works):
         kinds.setdefault(work.options, []).append(place)
     answers: dict[int, Answer] = {}
@@ -139,7 +139,7 @@ class Told:
     def described(
         self,
         classes: Sequence[str],
-        options: Options,
+        options: AnswerOptions,
         served: Served | None = None,
         outlier_scores: Tensor | None = None,
     ) -> Answer:
@@ -198,7 +198,7 @@ def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tenso
     return thresholds
 
 
-def _points(gaussian: LogitGaussian, pmf: Tensor, options: Options) -> list[dict[str, Any]]:
+def _points(gaussian: LogitGaussian, pmf: Tensor, options: AnswerOptions) -> list[dict[str, Any]]:
     """The first draws of the logits of the two leading classes, centred over all classes: the same draws as the PMF."""
     # All draws and not the first few: those of another number of samples are other draws.
     root, _ = gaussian.sampling_root()
@@ -213,11 +213,11 @@ def _points(gaussian: LogitGaussian, pmf: Tensor, options: Options) -> list[dict
     return found
 
 
-def _told(gaussian: LogitGaussian, options: Options) -> Told:
+def _told(gaussian: LogitGaussian, options: AnswerOptions) -> Told:
     return Told(gaussian, kept(gaussian.predict(options.samples, options.seed)))
 
 
-def _calibrated(served: Served, options: Options) -> errbar.Posterior:
+def _calibrated(served: Served, options: AnswerOptions) -> errbar.Posterior:
     return served.posterior.with_calibration(temperature=options.temperature, covariance_scale=options.covariance_scale)
 
 
@@ -232,7 +232,7 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
     classes = work.served.classes
     posterior = _calibrated(work.served, options)
     together = errbar.fuse_frames(posterior.joint_logits(work.x))
-    each = posterior.accurate_logits(work.x)
+    each = posterior.unrounded_logits(work.x)
     rounded = each.rounded()
     naive = errbar.fuse([rounded[frame : frame + 1] for frame in range(len(work.x))])
     return {

@@ -25,9 +25,9 @@ ABOUT = (
 )
 
 
-def digits(settings: demo.Settings | None = None, *, progress: bool = False) -> Served:
+def digits(settings: demo.DemoSettings | None = None, *, progress: bool = False) -> Served:
     """The demo's network, its posterior with T and T_c, and the training digits that inputs are compared with."""
-    settings = demo.Settings() if settings is None else settings
+    settings = demo.DemoSettings() if settings is None else settings
     data = demo.load(settings)
     steps = iter(track(range(2), "Training the digits model", enabled=progress))
     next(steps)

@@ -132,7 +132,7 @@ def reference_scores(
     shown: list[tuple[Tensor, str]] = []
     count = 0
     for batch in batches(data, posterior.unpack):
-        scores.append(_mutual_information(posterior, plain.accurate_logits(batch)).cpu())
+        scores.append(_mutual_information(posterior, plain.unrounded_logits(batch)).cpu())
         x = batch.args[0] if batch.args else None
         if isinstance(x, Tensor) and len(shown) < examples:
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
