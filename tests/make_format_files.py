@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar._files.container import FORMAT
+from errbar._base.container import FORMAT
 
 FOLDER = Path(__file__).parent / "files"
 OPTIONS = {

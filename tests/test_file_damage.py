@@ -22,8 +22,7 @@ from torch import nn
 
 import errbar
 import make_format_files
-from errbar._base import atomic
-from errbar._files import container
+from errbar._base import atomic, container
 from errbar.experiments import runs, store
 from errbar.plots.curves import new_figure, write_figure
 from mutations import sealed

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import errbar
 import make_format_files
-from errbar._files import container
+from errbar._base import container
 from errbar.cli import main
 from mutations import sealed
 

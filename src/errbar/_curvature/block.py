@@ -6,7 +6,7 @@ each block is what `_curvature.dense` makes of that module alone. P is then bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,19 @@ from torch import Tensor
 
 from errbar._base import linalg
 from errbar._base.memory import require_memory
+from errbar._curvature import dense
 from errbar._curvature.dense import DenseAccumulator, DenseFactor, DenseSum
 from errbar._curvature.fisher import Fisher
+from errbar._curvature.workload import (
+    ADDED_PRODUCTS,
+    Cost,
+    Workload,
+    drawing_bytes,
+    drawing_products,
+    explicit_bytes,
+    explicit_products,
+    jacobian_samples,
+)
 from errbar._derivative.route import Derivative
 from errbar._derivative.shared import Spans
 from errbar._derivative.trace import LinearLayer
@@ -175,3 +186,44 @@ class BlockFactor:
 
     def to(self, device: torch.device) -> BlockFactor:
         return BlockFactor(self.blocks, tuple(factor.to(device) for factor in self.factors))
+
+
+def cost(work: Workload) -> Cost:
+    """What `dense` takes for each module alone; derivatives are made for all of them together."""
+    if work.is_factored:
+        parts = [dense.cost(work.of_module(module, size)) for module, size in work.modules]
+        posterior = sum(part.posterior_bytes for part in parts)
+        transient = max(part.fit_bytes - part.posterior_bytes // 2 for part in parts)
+        drawing = (len(parts) - 1) * drawing_bytes(work, full=True)
+        repeated = (len(parts) - 1) * drawing_products(work, full=True)
+        return Cost(
+            posterior,
+            max(posterior // 2 + transient, posterior),
+            sum(part.predict_bytes for part in parts) - drawing,
+            sum(part.sample_products for part in parts),
+            sum(part.once_products for part in parts),
+            sum(part.input_products for part in parts) - repeated,
+            _most(part.seeds for part in parts),
+            exact=len(parts) == 1,
+        )
+    s, sizes = work.itemsize, [size for _, size in work.modules]
+    squares = sum(size**2 for size in sizes)
+    jacobian = jacobian_samples(work) * work.classes * work.n * s
+    fit = max(16 * squares, 8 * squares + max(s * max(sizes) ** 2 + 2 * jacobian, explicit_bytes(work)))
+    predict = 16 * squares + (s * squares if s < 8 else 0) + max(explicit_bytes(work), 3 * jacobian)
+    products = work.classes * squares + ADDED_PRODUCTS * squares / jacobian_samples(work) + explicit_products(work)
+    return Cost(
+        16 * squares,
+        fit,
+        predict + drawing_bytes(work, full=True),
+        products,
+        sum(size**3 / 3 for size in sizes) + 10.0 * squares,
+        work.classes * squares / 2 + explicit_products(work) + drawing_products(work, full=True),
+        (float(work.classes), float(work.classes)),
+        exact=len(sizes) == 1,
+    )
+
+
+def _most(seeds: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    first, second = (max(values) for values in zip(*seeds, strict=True))
+    return first, second

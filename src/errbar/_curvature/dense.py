@@ -18,6 +18,17 @@ from torch import Tensor
 from errbar._base import linalg
 from errbar._curvature import banded, packed
 from errbar._curvature.fisher import Fisher, fisher_matrix, fisher_root
+from errbar._curvature.workload import (
+    ADDED_PRODUCTS,
+    Cost,
+    Workload,
+    by_device,
+    drawing_bytes,
+    drawing_products,
+    explicit_bytes,
+    explicit_products,
+    jacobian_samples,
+)
 from errbar._derivative.route import Derivative
 from errbar._derivative.trace import LinearLayer, LinearTerm
 from errbar._distributions.logits import LogitGaussian
@@ -425,3 +436,74 @@ class DenseFactor:
         if "covariance" in self.__dict__:
             moved.__dict__["covariance"] = self.covariance.to(device)
         return moved
+
+
+def _pairs(work: Workload, *, contrasts: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Rows, columns, p and multiplications a sample of each packed block, for all pairs of layers."""
+    for y, second in enumerate(work.terms):
+        for x, first in enumerate(work.terms[: y + 1]):
+            d, e = (
+                t.outputs - 1 if contrasts and t.returns_logits and work.fisher == "ggn" else t.outputs
+                for t in (first, second)
+            )
+            p, q = first.width, second.width
+            if x != y:
+                yield p * q, d * e, p, first.uses * second.uses * p * q * d * e
+                continue
+            k = d * (d + 1) // 2
+            rows = p * (p + 1) // 2
+            if banded.suits(p, k):
+                # Bands hold a little more than the triangle.
+                rows = rows + banded.ROWS * p // 2
+            yield rows, k, p, first.uses * rows * k
+            if first.uses > 1:
+                yield p * p, d * d, p, first.uses * (first.uses - 1) // 2 * (p * d) ** 2
+
+
+def _staged(work: Workload) -> tuple[int, int]:
+    """How many samples are gathered before they are multiplied, and the bytes of them and of their products."""
+    terms = [term for term in work.terms for _ in range(term.uses)]
+    numbers = work.classes**2 + sum(t.width + (0 if t.returns_logits else work.classes * t.outputs) for t in terms)
+    outputs = work.classes - 1 if work.fisher == "ggn" else work.classes
+    in_bands = len(terms) == 1 and terms[0].returns_logits and banded.suits_outputs(terms[0].width, outputs)
+    most = int(by_device(STAGED_SAMPLES_OF_BANDS if in_bands else STAGED_SAMPLES, work.device))
+    samples = max(1, min(most, STAGED_BYTES // (numbers * work.itemsize)))
+    d = max(term.outputs for term in work.terms)
+    tile = by_device(packed.TILE_BYTES, work.device)
+    return samples, int(samples * (2 * numbers + work.classes * d + 2 * d * d) * work.itemsize + 2 * tile)
+
+
+def cost(work: Workload) -> Cost:
+    """n × n matrices of float64: the information and the Cholesky factor after the fit, the covariance to predict."""
+    n, s = work.n, work.itemsize
+    square = 8 * n * n
+    if work.is_factored:
+        summed = list(_pairs(work, contrasts=True))
+        numbers = sum(rows * k for rows, k, _, _ in summed)
+        widest = max(p * n for _, _, p, _ in summed)
+        samples, staged = _staged(work)
+        unpacking = 8 * max(rows * k for rows, k, _, _ in summed) + 2 * 8 * widest
+        collecting = square + 8 * numbers + staged + unpacking
+        packed_pairs = list(_pairs(work, contrasts=False))
+        coefficients = s * sum(rows * k for rows, k, _, _ in packed_pairs)
+        repacking = 4 * 8 * widest + s * max(rows * k for rows, k, _, _ in packed_pairs)
+        d = max(term.outputs for term in work.terms)
+        contraction = min(work.batch, 1024) * (work.classes * d + 2 * d * d + 2 * work.classes**2) * s
+        predicting = 3 * square + coefficients + max(repacking, contraction + drawing_bytes(work, full=True))
+        added = ADDED_PRODUCTS * numbers / samples
+        products: tuple[float, float] = (sum(c for *_, c in summed) + added, sum(c for *_, c in packed_pairs))
+        once: float = n**3 / 3 + 2 * n**3 / 3 + 20.0 * n * n
+        passes = float(work.classes if any(not term.returns_logits for term in work.terms) else 0)
+    else:
+        jacobian = jacobian_samples(work) * work.classes * n * s
+        collecting = square + max(s * n * n + 2 * jacobian, explicit_bytes(work))
+        predicting = 2 * square + (s * n * n if s < 8 else 0) + max(explicit_bytes(work), 3 * jacobian)
+        predicting += drawing_bytes(work, full=True)
+        added = ADDED_PRODUCTS * n * n / jacobian_samples(work)
+        products = (work.classes * n * n + added, work.classes * n * n / 2)
+        products = (products[0] + explicit_products(work), products[1] + explicit_products(work))
+        once = n**3 / 3 + 10.0 * n * n
+        passes = float(work.classes)
+    fit = max(collecting, 2 * square)
+    inputs = products[1] + drawing_products(work, full=True)
+    return Cost(2 * square, fit, predicting, products[0], once, inputs, (passes, passes), exact=True)

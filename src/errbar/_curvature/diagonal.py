@@ -17,6 +17,19 @@ from torch import Tensor
 
 from errbar._base.memory import require_memory
 from errbar._curvature.fisher import Fisher, fisher_diagonal, fisher_root
+from errbar._curvature.workload import (
+    Cost,
+    Workload,
+    backward_passes,
+    by_device,
+    by_layer_bytes,
+    drawing_bytes,
+    drawing_products,
+    explicit_products,
+    piece_bytes,
+    samples_at_a_time,
+)
+from errbar._derivative import route, shared
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.route import Derivative
 from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_, shared_terms
@@ -208,3 +221,29 @@ def _embedded(values: Float[Tensor, "n"]) -> Float[Tensor, "n n"]:
     n = len(values)
     require_memory(8 * n * n, values.device, what=f"The full {n:,} × {n:,} matrix", instead="Use logits and predict.")
     return torch.diag(values)
+
+
+def cost(work: Workload) -> Cost:
+    """n numbers of information and n precisions; beside them the derivatives of some samples."""
+    n, s, classes = work.n, work.itemsize, work.classes
+    posterior = 2 * 8 * n
+    if work.is_factored:
+        samples = min(work.batch, int(by_device(route.FACTORED_ROWS, work.device)))
+        numbers = sum(t.uses * (2 * t.width + (0 if t.returns_logits else 3 * classes * t.outputs)) for t in work.terms)
+        repeated = any(term.uses > 1 for term in work.terms)
+        pieces = int(2 * by_device(shared.JACOBIAN_BYTES, work.device)) if repeated else 0
+        transient = samples * numbers * s + pieces + 2 * s * max(term.size for term in work.terms)
+        products = float(sum(t.uses * (t.size + classes * t.outputs) for t in work.terms))
+        full = not (len(work.terms) == 1 and work.terms[0].returns_logits)
+        seeds = float(classes if full else 0)
+        predicted = products + (classes**2 * sum(t.outputs for t in work.terms) if full else 0)
+    else:
+        samples = samples_at_a_time(work, work.inner_size + classes * (work.outer_size + work.rest))
+        transient, full, seeds = by_layer_bytes(work, samples) + piece_bytes(work, samples), True, backward_passes(work)
+        products = explicit_products(work) + classes * sum(t.uses * t.size for t in work.terms)
+        predicted = products + classes**2 * n
+    predicting = posterior + transient + drawing_bytes(work, full=full)
+    predicted += drawing_products(work, full=full)
+    return Cost(
+        posterior, posterior + transient, predicting, products, 10.0 * n, predicted, (seeds, seeds), exact=False
+    )

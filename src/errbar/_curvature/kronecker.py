@@ -23,12 +23,31 @@ from errbar._base import linalg
 from errbar._curvature.diagonal import DiagonalSum, safe_precision, weighted_squares
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
 from errbar._curvature.fisher import Fisher, fisher_diagonal
+from errbar._curvature.workload import (
+    ADDED_PRODUCTS,
+    Cost,
+    Workload,
+    backward_bytes,
+    backward_passes,
+    by_layer_bytes,
+    drawing_bytes,
+    drawing_products,
+    kept_bytes,
+    piece_bytes,
+    samples_at_a_time,
+)
+from errbar._derivative import layerwise
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.shared import SharedLayer, Spans, gathered
 from errbar._derivative.trace import Trace
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar.errors import ArgumentError, MismatchError
+
+# eigh takes the matrix, its eigenvectors and 2 n² numbers of workspace; MKL one matrix more. In multiplications,
+# measured against a product of the same size.
+_EIGEN_MATRICES = 5
+_EIGEN_PRODUCTS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,3 +303,57 @@ def _root_columns(logits: Float[Tensor, "B M"], fisher: Fisher, first: int, last
 
 def _largest(values: Float[Tensor, "k"]) -> float:
     return float(values.abs().max()) if len(values) else 0.0
+
+
+def cost(work: Workload) -> Cost:
+    """A and G of each layer, their eigenvectors and the precisions; in between the workspace of the largest."""
+    s, w, classes = work.itemsize, work.network_itemsize, work.classes
+    sums = 8 * sum(t.width**2 + t.outputs**2 for t in work.terms) + 8 * work.rest
+    bases = sums + 8 * sum(t.size for t in work.terms)
+    inner, outer = work.inner_size, work.outer_size
+    limit = layerwise.part_bytes(work.device)
+    largest = max([t.width for t in work.terms] + [t.outputs for t in work.terms], default=0)
+    uses = max((t.uses * t.width for t in work.terms), default=0)
+
+    collected = samples = samples_at_a_time(work, inner + 2 * outer + classes * work.rest)
+    seeds = min(classes, max(1, limit // (8 * max(1, samples * outer))))
+    kept = kept_bytes(work, samples) if outer or work.rest else 0
+    backward = max(
+        2 * seeds * samples * (outer + work.widest) * w if outer else 0,
+        backward_bytes(work, samples, classes) if work.alone else 0,
+    )
+    step = s * largest**2 + 2 * s * samples * uses + 3 * 8 * samples * classes
+    collecting = sums + kept + max(backward, step)
+    conditioning = sums + bases + (_EIGEN_MATRICES - 1) * 8 * largest**2
+
+    samples = samples_at_a_time(work, inner + classes * (outer + work.rest))
+    predicting = sums + bases + (s * bases // 8 + s * sum(t.size for t in work.terms) if s < 8 else 0)
+    factored = len(work.terms) == 1 and not work.rest and work.terms[0].returns_logits
+    if factored:
+        predicting += 2 * 8 * classes**2 + work.draws * classes * w + drawing_bytes(work, full=False)
+    else:
+        # V of the layer at hand is there three times: as the backward pass leaves it, put together, and rotated.
+        predicting += by_layer_bytes(work, samples) + piece_bytes(work, samples) + drawing_bytes(work, full=True)
+    once = _EIGEN_PRODUCTS * sum(t.width**3 + t.outputs**3 for t in work.terms)
+    products = sum(t.uses * (t.width**2 + (0 if t.returns_logits else classes * t.outputs**2)) for t in work.terms)
+    added = ADDED_PRODUCTS * (sums // 8) / collected
+    inputs: float = sum(t.width**2 + t.size for t in work.terms)
+    if not factored:
+        repeated = [t for t in work.terms if t.uses > 1]
+        inputs = sum(
+            t.uses * (t.width**2 + classes * t.outputs**2 + (t.uses > 1) * classes * t.size) for t in work.terms
+        )
+        inputs += sum(classes**2 * t.size for t in repeated)
+    each = backward_passes(work)
+    fit = max(collecting, conditioning, sums + bases)
+    inputs += drawing_products(work, full=True)
+    return Cost(
+        sums + bases,
+        fit,
+        predicting,
+        products + added,
+        float(once),
+        inputs,
+        (each, each),
+        exact=False,
+    )

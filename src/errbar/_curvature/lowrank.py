@@ -43,6 +43,15 @@ from errbar._curvature.sketch import (
     squared_sums,
     without_rounding,
 )
+from errbar._curvature.workload import (
+    Cost,
+    Workload,
+    backward_bytes,
+    by_device,
+    drawing_bytes,
+    drawing_products,
+    row_bytes,
+)
 from errbar._derivative.full import RANDOM_IN_EVAL, quiet_vmap
 from errbar._derivative.route import Derivative
 from errbar._distributions.logits import LogitGaussian
@@ -391,3 +400,39 @@ def _one_by_one(
                 )
                 rows[index, column] = torch.cat([part.reshape(-1) for part in gradients])
     return rows
+
+
+def cost(work: Workload) -> Cost:
+    """k rows and k directions of n numbers; 2k rows and the rows of some samples while they are made."""
+    n, s, w, classes = work.n, work.itemsize, work.network_itemsize, work.classes
+    rank = min(work.rank, n)
+    columns = classes if work.fisher == "eta" else max(1, classes - 1)
+    at_once = int(by_device(ROWS, work.device))
+    limit = int(by_device(ROW_BYTES, work.device))
+    rows = min(at_once, max(1, limit // (n * w)))
+    samples, seeds = min(work.batch, max(1, rows // columns)), min(rows, columns)
+
+    def rows_bytes(samples: int, seeds: int) -> int:
+        return row_bytes(work, samples, seeds) + backward_bytes(work, samples, seeds)
+
+    sketch = rank * n * s
+    posterior = 2 * sketch + 3 * 8 * n
+    collecting = 2 * sketch + 8 * n + rows_bytes(samples, seeds)
+    conditioning = posterior + 3 * 8 * max(2**20, 2048 * rank)
+    few = min(work.batch, max(1, min(at_once // classes, limit // (classes * n * w))))
+    large = classes * n * w > JACOBIAN_BYTES
+    inputs = rows_bytes(1, 2) + 6 * n * s if large else rows_bytes(few, classes)
+    predicting = posterior + inputs + drawing_bytes(work, full=True)
+    once = 2.0 * rank**2 * n + 20.0 * rank**3
+    predict_products = classes * n * (2.0 * rank + classes) + drawing_products(work, full=True)
+    fit = max(collecting, conditioning)
+    return Cost(
+        posterior,
+        fit,
+        predicting,
+        5.0 * rank * n * columns,
+        once,
+        predict_products,
+        (float(columns), float(classes)),
+        exact=False,
+    )

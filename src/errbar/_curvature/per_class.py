@@ -19,6 +19,7 @@ from errbar._base import linalg
 from errbar._base.memory import require_memory
 from errbar._curvature import packed
 from errbar._curvature.fisher import fisher_diagonal
+from errbar._curvature.workload import Cost, Workload, by_device, drawing_bytes, drawing_products
 from errbar._derivative.route import Derivative
 from errbar._derivative.trace import LinearLayer
 from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
@@ -196,3 +197,19 @@ def _scattered(blocks: Float[Tensor, "M p p"], layer: LinearLayer) -> Float[Tens
     whole = blocks.new_zeros(n, n)
     whole[positions[:, :, None], positions[:, None, :]] = blocks
     return whole
+
+
+def cost(work: Workload) -> Cost:
+    """A p × p matrix for each class: packed sums and Cholesky factors after the fit, packed coefficients to predict."""
+    (term,), classes, s = work.terms, work.classes, work.itemsize
+    p = term.width
+    rows = p * (p + 1) // 2
+    sums, factors = 8 * rows * classes, 8 * classes * p * p
+    staged = int(by_device(STAGED_SAMPLES, work.device)) * (classes + p) * s
+    collecting = sums + 2 * staged + 3 * 8 * work.batch * classes
+    inverting = 64 * 8 * (2 * p * p + 2 * rows)
+    predicting = sums + factors + s * rows * classes + max(inverting, drawing_bytes(work, full=False))
+    product = float(rows * classes)
+    once = classes * p**3 + 20.0 * rows * classes
+    fit, inputs = max(collecting, sums + factors), product + drawing_products(work, full=False)
+    return Cost(sums + factors, fit, predicting, product, once, inputs, (0, 0), exact=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from errbar._base.atomic import file_name, require_writable_folder
 from errbar._base.checks import whole_number
-from errbar._files.container import read, write
+from errbar._base.container import read, write
 from errbar._files.task import SavedInformation, information_record, plan_of, read_information
 from errbar._model.batch import Batch
 from errbar._model.network import described_output

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._base.container import Contents
+from errbar._base.json_fields import Fields
 from errbar._curvature.block import BlockFactor, BlockSum
 from errbar._curvature.dense import DenseFactor, DenseSum
 from errbar._curvature.diagonal import DiagonalFactor
@@ -19,8 +21,6 @@ from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor
 from errbar._curvature.kronecker import KroneckerSum
 from errbar._curvature.lowrank import LowRankFactor, LowRankSum
 from errbar._curvature.per_class import PerClassFactor, PerClassSum
-from errbar._files.container import Contents
-from errbar._files.json_fields import Fields
 from errbar._files.sums import (
     Description,
     Tensors,

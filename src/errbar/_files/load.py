@@ -16,9 +16,9 @@ from operator import add
 import torch
 from torch import nn
 
-from errbar._files.container import Contents, read
+from errbar._base.container import Contents, read
+from errbar._base.json_fields import Fields
 from errbar._files.factors import put_factor_together
-from errbar._files.json_fields import Fields
 from errbar._files.task import checked_classes, read_information, read_task
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output, described_output

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._base.container import Contents
+from errbar._base.json_fields import Fields
 from errbar._curvature.block import BlockSum, blocks
 from errbar._curvature.dense import DenseSum
 from errbar._curvature.diagonal import DiagonalSum
@@ -21,8 +23,6 @@ from errbar._curvature.lowrank import LowRankSum
 from errbar._curvature.per_class import PerClassSum
 from errbar._derivative.shared import Patches, SharedLayer, Spans
 from errbar._derivative.trace import LinearLayer
-from errbar._files.container import Contents
-from errbar._files.json_fields import Fields
 from errbar._model.selection import Selection
 from errbar._posterior.differentiate import Sum
 from errbar.errors import DamagedFileError

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
+from errbar._base.container import Contents
+from errbar._base.json_fields import Fields
 from errbar._curvature.fisher import Fisher
+from errbar._curvature.workload import Structure
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.norms import norm_layers
 from errbar._derivative.route import Route
 from errbar._derivative.shared import SharedLayer, shared_layers
 from errbar._derivative.trace import LinearLayer, linear_layers
 from errbar._distributions.logits import JointLogits, LogitGaussian
-from errbar._files.container import Contents
-from errbar._files.json_fields import Fields
 from errbar._files.sums import Description, Tensors, put_together, read_layers, take_apart
 from errbar._model.batch import FORMS, Batch, Form
 from errbar._model.network import Network, Output
 from errbar._model.selection import Selection
-from errbar._planning.workload import Structure
 from errbar._posterior.differentiate import STRUCTURES, Accumulator, ByDerivative, ByLayer, ByRows, Rows, Sum, Way
 from errbar._posterior.task import AbsentNetwork, Task, UnknownFunction
 from errbar.errors import ArgumentError, DamagedFileError, MismatchError
@@ -232,7 +232,7 @@ class SavedInformation:
 
 
 def information_record(saved: SavedInformation) -> tuple[Description, Tensors]:
-    """What `errbar._files.container.write` takes; refuses names that `read_task` would refuse."""
+    """What `errbar._base.container.write` takes; refuses names that `read_task` would refuse."""
     hidden = [name for name in saved.task.selection.names if not name.isprintable()]
     if hidden:
         raise ArgumentError(

@@ -9,12 +9,12 @@ import torch
 
 from errbar._base.memory import available_bytes, readable, usable_bytes
 from errbar._curvature.fisher import Fisher
+from errbar._curvature.workload import Cost, Structure, Workload
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Layer, Selection
 from errbar._planning.costs import cost
 from errbar._planning.layout import Layout, layout_of
-from errbar._planning.workload import Cost, Structure, Workload
 from errbar.errors import SizeError
 
 # From the most faithful to the least.

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from errbar._curvature.fisher import Fisher
+from errbar._curvature.workload import LayerSize, Workload
 from errbar._derivative.norms import NormLayer, norm_layers
 from errbar._derivative.shared import SharedLayer, shared_layers
 from errbar._derivative.trace import own_parameters
 from errbar._model.batch import Batch
 from errbar._model.network import Network, as_logits, replicate, run
 from errbar._model.selection import Layer, Selection, owner, select
-from errbar._planning.workload import LayerSize, Workload
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from errbar._base.checks import Checks, whole_number
 from errbar._base.execution import plain_execution
 from errbar._base.memory import readable, usable_bytes
 from errbar._curvature.fisher import require_fisher
+from errbar._curvature.workload import Cost, Structure, Workload
 from errbar._derivative.inspection import inspect
 from errbar._distributions.prediction import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
@@ -26,7 +27,6 @@ from errbar._model.selection import Selection, listed_modules
 from errbar._planning.choice import PREFERENCE
 from errbar._planning.costs import cost
 from errbar._planning.layout import Layout, layout_of
-from errbar._planning.workload import Cost, Structure, Workload
 from errbar._posterior.differentiate import DEFAULT_RANK
 from errbar._posterior.information import require_option
 from errbar._posterior.task import product_dtype

@@ -34,6 +34,7 @@ from errbar._curvature.fisher import Fisher
 from errbar._curvature.kronecker import KroneckerAccumulator, KroneckerSum
 from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back
 from errbar._curvature.per_class import PerClassAccumulator, PerClassFactor, PerClassSum
+from errbar._curvature.workload import Structure
 from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar._derivative.route import Derivative, Route, differentiate
 from errbar._derivative.trace import UnlikeFirstBatchError
@@ -42,7 +43,6 @@ from errbar._model.batch import Batch
 from errbar._model.network import Network, require_finite_logits
 from errbar._model.selection import Layer, Selection, listed_modules
 from errbar._planning.choice import PREFERENCE, Request
-from errbar._planning.workload import Structure
 from errbar.errors import StructureNotice
 
 STRUCTURES = PREFERENCE

@@ -17,19 +17,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks
+from errbar._base.container import write
 from errbar._base.execution import plain_execution
 from errbar._curvature.fisher import Fisher, require_fisher
+from errbar._curvature.workload import Structure
 from errbar._derivative.inspection import Inspection, inspect
 from errbar._distributed.reduce import reduced
 from errbar._distributed.shards import first_batch_of, opened
 from errbar._distributed.team import Team, team_of
 from errbar._files.checkpoint import DEFAULT_EVERY, CountedStream, require_checkpoint, resume, store
-from errbar._files.container import write
 from errbar._files.task import SavedInformation, checked_classes, information_record
 from errbar._model.batch import Batch, Unpack, checked_labels, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._model.selection import Selection, require_one_question, select
-from errbar._planning.workload import Structure
 from errbar._posterior.differentiate import DEFAULT_RANK, STRUCTURES, Sum, is_zero, structure_that_fits, way
 from errbar._posterior.task import Task, output_given, product_dtype
 from errbar.errors import ArgumentError, DataError, ForgetError, MismatchError

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks
+from errbar._base.container import write
 from errbar._base.execution import plain_execution
 from errbar._curvature.dense import DenseFactor, DenseSum
 from errbar._distributed.shards import opened
@@ -37,7 +38,6 @@ from errbar._export.write import (
     write_export,
 )
 from errbar._files.checkpoint import DEFAULT_EVERY
-from errbar._files.container import write
 from errbar._files.factors import take_factor_apart
 from errbar._files.task import SavedInformation, checked_classes, information_record
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream

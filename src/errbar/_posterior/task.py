@@ -12,10 +12,10 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from errbar._curvature.fisher import Fisher
+from errbar._curvature.workload import Structure
 from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
 from errbar._model.network import Network, Output, described_output, require_output
 from errbar._model.selection import Selection
-from errbar._planning.workload import Structure
 from errbar._posterior.differentiate import Way
 from errbar.errors import ArgumentError, MismatchError, ModelError
 

@@ -1,8 +1,16 @@
 """The sizes that the cost of a fit depends on, and what all structures need beside their own arrays: rows of Jacobians,
-backward passes, Monte Carlo.
+backward passes, Monte Carlo. What a structure costs by itself is `cost` in its own file.
 
-Bytes are peaks. Arrays that are large go back to the system when they are freed; on a CPU, what the network and small
-products leave behind stays in the heap of the process, and is counted as measured.
+Costs come from sizes alone: nothing is allocated. `errbar.plan` shows them, `structure="auto"` chooses by them, and a fit
+that would not fit is refused by them before anything large is made. `bench/memory.py` holds them against measured peaks.
+
+Bytes are peaks above what was held before the fit, without the model and the data. Arrays that are large go back to the
+system when they are freed; on a CPU, what the network and small products leave behind stays in the heap of the process,
+and is counted as measured. Multiplications count passes over memory too, at about what they cost beside a matrix product.
+
+Symbols: n parameters, M classes, B samples of a batch, d outputs and p inputs of a layer (bias included), T uses of it
+for one sample, k the rank of a sketch, K Monte Carlo draws; s and w are the bytes of a number in products and in the
+network.
 """
 
 from __future__ import annotations
@@ -11,11 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from errbar._curvature.fisher import Fisher
-from errbar._derivative import layerwise, route
+from errbar._derivative import layerwise, route, shared
 from errbar._distributions import prediction
 
 Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
 
+# A product is added to a sum in float64: for each number as long as so many multiplications.
+ADDED_PRODUCTS = 200
 # Bytes that a backward pass takes for each sample and seed, as a share of the bytes of all outputs of modules on its
 # way: measured on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
@@ -201,3 +211,16 @@ def explicit_bytes(work: Workload) -> int:
 def explicit_products(work: Workload) -> float:
     """Multiplications that stand for the passes over memory of M n numbers; a product does ten in that time."""
     return 10.0 * work.classes * work.n
+
+
+def backward_passes(work: Workload) -> float:
+    """Backward passes for a sample: of all layers and norms together, and of what goes alone."""
+    together = work.outer_size > 0 or work.rest > sum(work.alone)
+    return float(work.classes * (together + bool(work.alone)))
+
+
+def piece_bytes(work: Workload, samples: int) -> int:
+    """Bytes of the Jacobians of one layer that is used several times, of some samples at a time, and of products."""
+    widest = max((term.size for term in work.terms if term.uses > 1), default=0)
+    most = by_device(shared.JACOBIAN_BYTES, work.device)
+    return int(3 * min(most, samples * work.classes * work.itemsize * widest))

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from errbar._base.atomic import file_name, replacing, write_all
+from errbar._base.json_fields import MOST_VALUES, Fields, count_values
 from errbar._base.memory import require_memory
-from errbar._files.json_fields import MOST_VALUES, Fields, count_values
 from errbar.errors import DamagedFileError, FileError, SizeError
 from errbar.version import __version__
 
