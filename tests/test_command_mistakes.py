@@ -14,7 +14,7 @@ import torch
 
 import errbar
 from command_line import CLASSES, Workspace, run, said
-from errbar._posterior.differentiate import STRUCTURES
+from errbar._curvature.registry import structure_names
 from errbar.cli import choices
 
 FIT = ["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"]
@@ -223,7 +223,7 @@ def test_usage_errors_have_exit_code_two(arguments: list[str], expected: str, fi
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    assert {choice.value for choice in choices.StructureChoice} == {*STRUCTURES, "auto"}
+    assert {choice.value for choice in choices.StructureChoice} == {*structure_names(), "auto"}
     scores = errbar.OutlierScores.__annotations__
     assert {choice.value.replace("-", "_") for choice in choices.SuspicionChoice} == set(scores)
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from errbar._planning.costs import cost
 from torch import Tensor, nn
 
 import errbar
 from errbar._base import linalg
 from errbar._base.memory import available_bytes
+from errbar._curvature.layout import layout_of
 from errbar._curvature.workload import LayerSize, Workload
 from errbar._derivative.inspection import inspect
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
-from errbar._planning.costs import cost
-from errbar._planning.layout import layout_of
 from errbar.experiments.resnet import cifar_resnet
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,8 @@ from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision
 from errbar._operations.fusion import fuse, fuse_frames
 from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
 from errbar._planning.plan import Option, Plan, plan
-from errbar._posterior.information import Information, collect
+from errbar._posterior.collect import collect
+from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, fit
 from errbar._posterior.prior import Prior
 from errbar.errors import (

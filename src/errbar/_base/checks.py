@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from errbar.errors import ArgumentError
+
 
 def whole_number(value: object) -> int | None:
     """An int from anything that is one (also NumPy's); None for what is not, a bool included."""
@@ -60,3 +62,9 @@ class Checks:
             if len(failed):
                 raise self._pending[int(failed[0])][1]()
             self._pending.clear()
+
+
+def require_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        listed = " or ".join(repr(option) for option in allowed)
+        raise ArgumentError(f"{name} is {value!r}; expected {listed}.")

@@ -1,23 +1,38 @@
 """Exact within each layer, nothing between layers (sec:high-level).
 
 The information matrix of the layers together is cut to its diagonal blocks, one for each module that owns parameters;
-each block is what `_curvature.dense` makes of that module alone. P is then block-diagonal too, and P^g = Σ_l J_l P_l J_lᵀ.
+each block is what `_curvature.dense` makes of that module alone. P is then block-diagonal too, and
+P^g = Σ_l J_l P_l J_lᵀ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
+from errbar._base.container import Contents
 from errbar._base.memory import require_memory
-from errbar._curvature import dense
+from errbar._base.triangles import read_symmetric, symmetric_array
+from errbar._curvature import dense, packed
 from errbar._curvature.dense import DenseAccumulator, DenseFactor, DenseSum
 from errbar._curvature.fisher import Fisher
+from errbar._curvature.structure import (
+    Description,
+    Factor,
+    PairCoefficients,
+    Refactorised,
+    Structure,
+    Sum,
+    Summand,
+    Tensors,
+)
+from errbar._curvature.task import Task
 from errbar._curvature.workload import (
     ADDED_PRODUCTS,
     Cost,
@@ -31,8 +46,10 @@ from errbar._curvature.workload import (
 from errbar._derivative.route import Derivative
 from errbar._derivative.shared import Spans
 from errbar._derivative.trace import LinearLayer
+from errbar._distributed.team import Team
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.selection import Selection, owner
+from errbar.errors import DamagedFileError
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,16 @@ class BlockSum:
         ]
         return BlockFactor(self.blocks, tuple(factors))
 
+    def is_zero(self) -> bool:
+        return all(total.is_zero() for total in self.totals)
+
+    def reduced(self, has_data: Sequence[bool], team: Team) -> BlockSum:
+        return BlockSum(self.blocks, tuple(total.reduced(has_data, team) for total in self.totals))
+
+    def written(self) -> tuple[Description, Tensors]:
+        arrays = {f"sum.{index}": symmetric_array(total.matrix) for index, total in enumerate(self.totals)}
+        return {"form": "block"}, arrays
+
 
 class BlockAccumulator:
     """Adds up batches; private to one pass over the data."""
@@ -141,7 +168,7 @@ class BlockAccumulator:
         return BlockSum(self.blocks, tuple(part.finish() for part in self.parts))
 
 
-class BlockFactor:
+class BlockFactor(Refactorised):
     """P_l = (Σ_l + diag λ_l)⁻¹ for each block."""
 
     def __init__(self, blocks: tuple[Block, ...], factors: tuple[DenseFactor, ...]) -> None:
@@ -149,19 +176,15 @@ class BlockFactor:
         self.factors = factors
 
     @property
-    def factorisation(self) -> tuple[tuple[Float[Tensor, "_ _"], ...], float]:
-        """The lower Cholesky factors of the precisions, and the largest jitter that one needed."""
-        return tuple(factor.lower for factor in self.factors), max(factor.factorisation[1] for factor in self.factors)
+    def jitter(self) -> float:
+        """The largest that one of the blocks needed."""
+        return max(factor.jitter for factor in self.factors)
 
     @property
     def covariance(self) -> Float[Tensor, "n n"]:
         matrices = (factor.covariance for factor in self.factors)
         n = sum(len(block.part) for block in self.blocks)
         return _assembled(zip(self.blocks, matrices, strict=True), n, self.factors[0].prior_precision.device)
-
-    def can_recurse(self, rows: int) -> bool:
-        """Never: a factorisation of each block is cheap."""
-        return False
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = Σ_l J_l P_l J_lᵀ."""
@@ -186,6 +209,50 @@ class BlockFactor:
 
     def to(self, device: torch.device) -> BlockFactor:
         return BlockFactor(self.blocks, tuple(factor.to(device) for factor in self.factors))
+
+    def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
+        parts = zip(self.blocks, self.factors, strict=True)
+        return max(factor.rounding_share(block.part.take(prior_precision)) for block, factor in parts)
+
+    def written(self) -> tuple[Description, Tensors]:
+        pairs = [factor.written_as(f"factor.{index}") for index, factor in enumerate(self.factors)]
+        return {"blocks": [small for small, _ in pairs]}, {k: v for _, arrays in pairs for k, v in arrays.items()}
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> PairCoefficients:
+        by_name = {block.name: (block, own) for block, own in zip(self.blocks, self.factors, strict=True)}
+        pairs = {}
+        for index, layer in enumerate(layers):
+            block, own = by_name[layer.name]
+            pairs[index, index] = packed.coefficients(own.covariance, block.rebased(layer).positions(), None, dtype)
+        return PairCoefficients(pairs)
+
+
+class BlockStructure(Structure):
+    """Exact within each layer."""
+
+    name = "block"
+
+    def cost(self, work: Workload) -> Cost:
+        return cost(work)
+
+    def sums(self, task: Task) -> Summand:
+        return BlockAccumulator(task.selection, task.fisher, task.dtype, task.network.device)
+
+    def read_sum(self, contents: Contents, task: Task) -> Sum:
+        contents.description.part("sum").choice("form", ("block",))
+        parts = blocks(task.selection)
+        totals = [read_symmetric(contents, f"sum.{index}", len(block.part)) for index, block in enumerate(parts)]
+        return BlockSum(parts, tuple(DenseSum(matrix) for matrix in totals))
+
+    def read_factor(self, contents: Contents, total: Any, prior_precision: Float[Tensor, "n"], limit: float) -> Factor:
+        parts = contents.description.part("factor").parts("blocks")
+        if len(parts) != len(total.blocks):
+            raise DamagedFileError(f"{contents.path} has {len(parts)} factors for {len(total.blocks)} blocks.")
+        factors = [
+            DenseFactor.read(contents, part, f"factor.{index}", own, block.part.take(prior_precision), limit)
+            for index, (part, block, own) in enumerate(zip(parts, total.blocks, total.totals, strict=True))
+        ]
+        return BlockFactor(total.blocks, tuple(factors))
 
 
 def cost(work: Workload) -> Cost:

@@ -7,17 +7,31 @@ P = (Σ + diag λ)⁻¹, kept as the Cholesky factor of the precision or, after 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
-from errbar._curvature import banded, packed
-from errbar._curvature.fisher import Fisher, fisher_matrix, fisher_root
+from errbar._base.container import Contents
+from errbar._base.json_fields import Fields
+from errbar._base.triangles import (
+    by_columns,
+    from_triangle,
+    positive_diagonal,
+    read_jitter,
+    read_symmetric,
+    symmetric_array,
+    triangle_array,
+)
+from errbar._curvature import banded, packed, per_class
+from errbar._curvature.fisher import Fisher, fisher_matrix, weighted_rows
+from errbar._curvature.structure import Description, Factor, PairCoefficients, Structure, Sum, Summand, Tensors
+from errbar._curvature.task import Task
 from errbar._curvature.workload import (
     ADDED_PRODUCTS,
     Cost,
@@ -31,7 +45,10 @@ from errbar._curvature.workload import (
 )
 from errbar._derivative.route import Derivative
 from errbar._derivative.trace import LinearLayer, LinearTerm
+from errbar._distributed.reduce import triangle_summed
+from errbar._distributed.team import Team
 from errbar._distributions.logits import LogitGaussian
+from errbar.errors import DamagedFileError
 
 # Two layers, and whether the block is of one term with itself, and so symmetric.
 BlockKey = tuple[LinearLayer, LinearLayer, bool]
@@ -88,6 +105,16 @@ class DenseSum:
         factor = DenseFactor(self, prior_precision, limit)
         factor.factorisation  # noqa: B018  (computed and cached)
         return factor
+
+    def is_zero(self) -> bool:
+        return not bool(self.matrix.diagonal().any())
+
+    def reduced(self, has_data: Sequence[bool], team: Team) -> DenseSum:
+        error = None if self.error is None else team.summed(self.error)
+        return DenseSum(triangle_summed(self.matrix, team), error)
+
+    def written(self) -> tuple[Description, Tensors]:
+        return {"form": "dense"}, {"sum": symmetric_array(self.matrix)}
 
 
 def _combined(
@@ -237,14 +264,6 @@ def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], fac
         total[where] += factor.pulled_back(pulled)
 
 
-def weighted_rows(
-    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M n"], fisher: Fisher, dtype: torch.dtype
-) -> Float[Tensor, "k n"]:
-    """The rows U_nᵀ = R_nᵀ J_n of all samples, R R ᵀ = Λ."""
-    root = fisher_root(logits, fisher).to(dtype)
-    return (root.mT @ jacobian.to(dtype)).flatten(0, 1)
-
-
 def _same_layers(first: tuple[LinearTerm, ...], second: tuple[LinearTerm, ...]) -> bool:
     return [factor.layer for factor in first] == [factor.layer for factor in second]
 
@@ -283,6 +302,7 @@ class DenseFactor:
         limit: float,
         *,
         covariance: Float[Tensor, "n n"] | None = None,
+        factorisation: tuple[Float[Tensor, "n n"], float] | None = None,
         recursed: int = 0,
     ) -> None:
         self.total = total
@@ -292,8 +312,11 @@ class DenseFactor:
         self._lock = threading.RLock()
         self._cache: dict[tuple[str, torch.dtype], Tensor] = {}
         self._coefficients: dict[tuple[LinearLayer, LinearLayer, bool, torch.dtype], list[Tensor]] = {}
+        # Where the cached properties look first.
         if covariance is not None:
             self.__dict__["covariance"] = covariance
+        if factorisation is not None:
+            self.__dict__["factorisation"] = factorisation
 
     @cached_property
     def factorisation(self) -> tuple[Float[Tensor, "n n"], float]:
@@ -316,6 +339,10 @@ class DenseFactor:
     @property
     def lower(self) -> Float[Tensor, "n n"]:
         return self.factorisation[0]
+
+    @property
+    def jitter(self) -> float:
+        return self.factorisation[1]
 
     @cached_property
     def covariance(self) -> Float[Tensor, "n n"]:
@@ -430,12 +457,98 @@ class DenseFactor:
         return DenseFactor(total, self.prior_precision, self.limit, covariance=covariance, recursed=recursed)
 
     def to(self, device: torch.device) -> DenseFactor:
-        moved = DenseFactor(self.total.to(device), self.prior_precision.to(device), self.limit, recursed=self.recursed)
+        held = self.__dict__
+        return DenseFactor(
+            self.total.to(device),
+            self.prior_precision.to(device),
+            self.limit,
+            covariance=self.covariance.to(device) if "covariance" in held else None,
+            factorisation=(self.lower.to(device), self.jitter) if "factorisation" in held else None,
+            recursed=self.recursed,
+        )
+
+    def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
+        """From the error of the sums where that was computed beside them, else from eigenvalues below zero."""
+        if self.total.error is None:
+            return linalg.negative_share(self.lower, prior_precision)
+        return linalg.error_share(self.lower, prior_precision, self.total.error)
+
+    def written(self) -> tuple[Description, Tensors]:
+        return self.written_as("factor")
+
+    def written_as(self, name: str) -> tuple[Description, Tensors]:
+        """P, computed if it was not, as predictions need it; and the Cholesky factor if it is there."""
+        small: Description = {"recursed": self.recursed, "covariance_columns": by_columns(self.covariance)}
+        arrays = {f"{name}.covariance": symmetric_array(self.covariance)}
         if "factorisation" in self.__dict__:
-            moved.__dict__["factorisation"] = (self.lower.to(device), self.factorisation[1])
-        if "covariance" in self.__dict__:
-            moved.__dict__["covariance"] = self.covariance.to(device)
-        return moved
+            arrays[f"{name}.lower"] = triangle_array(self.lower, by_columns=by_columns(self.lower))
+            small |= {"jitter": self.jitter, "lower_columns": by_columns(self.lower)}
+        return small, arrays
+
+    @staticmethod
+    def read(
+        contents: Contents,
+        fields: Fields,
+        name: str,
+        total: DenseSum,
+        prior_precision: Float[Tensor, "n"],
+        limit: float,
+    ) -> DenseFactor:
+        n = len(prior_precision)
+        covariance = read_symmetric(contents, f"{name}.covariance", n, by_columns=fields.flag("covariance_columns"))
+        if not bool((covariance.diagonal() > 0).all()):
+            raise DamagedFileError(f"{contents.path} has a covariance with variances that are not positive.")
+        factorisation = None
+        if "jitter" in fields:
+            flat = contents.tensor(f"{name}.lower", n * (n + 1) // 2)
+            lower = from_triangle(flat, n, by_columns=fields.flag("lower_columns"))
+            factorisation = (positive_diagonal(lower, contents), read_jitter(fields))
+        recursed = fields.whole("recursed")
+        return DenseFactor(
+            total, prior_precision, limit, covariance=covariance, factorisation=factorisation, recursed=recursed
+        )
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> PairCoefficients:
+        where = [layer.positions() for layer in layers]
+        return PairCoefficients(
+            {
+                (x, y): packed.coefficients(self.covariance, where[x], None if x == y else where[y], dtype)
+                for y in range(len(layers))
+                for x in range(y + 1)
+            }
+        )
+
+
+class DenseStructure(Structure):
+    """The exact one. A last layer alone with the `eta` Fisher comes apart by class: see `_curvature.per_class`."""
+
+    name = "dense"
+
+    def _form(self, task: Task) -> str:
+        assert task.route is not None
+        return "per_class" if per_class.suits(task.fisher, returns_logits=task.route.identity) else "dense"
+
+    def cost(self, work: Workload) -> Cost:
+        return per_class.cost(work) if work.is_per_class else cost(work)
+
+    def sums(self, task: Task) -> Summand:
+        if self._form(task) == "per_class":
+            assert task.route is not None
+            return per_class.PerClassAccumulator(task.route.layers[0], task.dtype, task.network.device)
+        return DenseAccumulator(task.selection.n_parameters, task.fisher, task.dtype, task.network.device)
+
+    def read_sum(self, contents: Contents, task: Task) -> Sum:
+        form = self._form(task)
+        contents.description.part("sum").choice("form", (form,))
+        if form == "per_class":
+            return per_class.PerClassSum.read(contents, task)
+        return DenseSum(read_symmetric(contents, "sum", task.selection.n_parameters))
+
+    def read_factor(self, contents: Contents, total: Any, prior_precision: Float[Tensor, "n"], limit: float) -> Factor:
+        fields = contents.description.part("factor")
+        if isinstance(total, per_class.PerClassSum):
+            return per_class.PerClassFactor.read(contents, fields, total)
+        return DenseFactor.read(contents, fields, "factor", total, prior_precision, limit)
 
 
 def _pairs(work: Workload, *, contrasts: bool) -> Iterator[tuple[int, int, int, int]]:

@@ -8,15 +8,29 @@ the terms of a sample are summed before they are squared. Prediction is the mirr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._base.container import Contents
 from errbar._base.memory import require_memory
+from errbar._base.triangles import read_jitter, read_positive
 from errbar._curvature.fisher import Fisher, fisher_diagonal, fisher_root
+from errbar._curvature.structure import (
+    Description,
+    Factor,
+    IndependentVariances,
+    Refactorised,
+    Structure,
+    Sum,
+    Summand,
+    Tensors,
+)
+from errbar._curvature.task import Task
 from errbar._curvature.workload import (
     Cost,
     Workload,
@@ -33,7 +47,10 @@ from errbar._derivative import route, shared
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.route import Derivative
 from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_, shared_terms
+from errbar._derivative.trace import LinearLayer
+from errbar._distributed.team import Team
 from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
+from errbar._model.batch import Batch
 from errbar.errors import CovarianceError
 
 
@@ -120,6 +137,15 @@ class DiagonalSum:
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> DiagonalFactor:
         return DiagonalFactor(*safe_precision(self.values + prior_precision, limit=limit))
 
+    def is_zero(self) -> bool:
+        return not bool(self.values.any())
+
+    def reduced(self, has_data: Sequence[bool], team: Team) -> DiagonalSum:
+        return DiagonalSum(team.summed(self.values))
+
+    def written(self) -> tuple[Description, Tensors]:
+        return {"form": "diag"}, {"sum": self.values}
+
 
 class DiagonalAccumulator:
     """Adds up batches; private to one pass over the data."""
@@ -142,23 +168,16 @@ class DiagonalAccumulator:
         return DiagonalSum(self.values)
 
 
-class DiagonalFactor:
+class DiagonalFactor(Refactorised):
     """P = diag 1/(Σ + λ), by the precisions."""
 
     def __init__(self, precision: Float[Tensor, "n"], jitter: float) -> None:
-        self.factorisation = (precision, jitter)
-
-    @property
-    def precision(self) -> Float[Tensor, "n"]:
-        return self.factorisation[0]
+        self.precision = precision
+        self.jitter = jitter
 
     @property
     def covariance(self) -> Float[Tensor, "n n"]:
         return _embedded(1 / self.precision)
-
-    def can_recurse(self, rows: int) -> bool:
-        """Never: there is nothing to factorise."""
-        return False
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal where all that is selected is a layer that returns the logits."""
@@ -202,7 +221,38 @@ class DiagonalFactor:
         return float(self.precision.log().sum())
 
     def to(self, device: torch.device) -> DiagonalFactor:
-        return DiagonalFactor(self.precision.to(device), self.factorisation[1])
+        return DiagonalFactor(self.precision.to(device), self.jitter)
+
+    def written(self) -> tuple[Description, Tensors]:
+        return {"jitter": self.jitter}, {"factor.precision": self.precision}
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> IndependentVariances:
+        return IndependentVariances([gathered(layer, self.precision).reciprocal().to(dtype) for layer in layers], None)
+
+
+class DiagonalStructure(Structure):
+    """One variance for each parameter; layer by layer, unless there are only linear layers."""
+
+    name = "diag"
+
+    def cost(self, work: Workload) -> Cost:
+        return cost(work)
+
+    def sums(self, task: Task) -> Summand:
+        return DiagonalAccumulator(task.selection.n_parameters, task.fisher, task.dtype, task.network.device)
+
+    def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+        if task.route is not None and task.route.by_layer is not None:
+            return task.route.by_layer.derivatives(task.network, batch, alone=task.selection)
+        return super().derivatives(task, batch)
+
+    def read_sum(self, contents: Contents, task: Task) -> Sum:
+        contents.description.part("sum").choice("form", ("diag",))
+        return DiagonalSum(contents.tensor("sum", task.selection.n_parameters))
+
+    def read_factor(self, contents: Contents, total: Any, prior_precision: Float[Tensor, "n"], limit: float) -> Factor:
+        precision = read_positive(contents, "factor.precision", len(prior_precision))
+        return DiagonalFactor(precision, read_jitter(contents.description.part("factor")))
 
 
 def _by_layer(derivative: Derivative | LayerwiseDerivative) -> LayerwiseDerivative:

@@ -8,7 +8,7 @@ Q_G for every input, and P^g stays in that form.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +16,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._base.container import Contents
+from errbar._base.json_fields import Fields
 from errbar._base.memory import require_memory
+from errbar._base.triangles import by_columns, laid_out, read_jitter, read_positive
+from errbar._curvature.structure import Description, IndependentVariances, Refactorised, Tensors
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_
 from errbar._derivative.trace import LinearLayer
 from errbar._distributions.factored import FactoredLogitGaussian
 from errbar._distributions.logits import LogitGaussian
+from errbar.errors import DamagedFileError
 
 
 def empty_matrix(n: int, device: torch.device) -> Float[Tensor, "n n"]:
@@ -62,7 +67,7 @@ class KroneckerBasis:
         return factor.rotated(self.outer, self.inner)
 
 
-class KroneckerFactor:
+class KroneckerFactor(Refactorised):
     """P by the eigenbases of the layers, and by the precisions of all other parameters."""
 
     def __init__(
@@ -85,11 +90,6 @@ class KroneckerFactor:
         self._cache: dict[torch.dtype, tuple[KroneckerBasis, ...]] = {torch.float64: bases}
 
     @property
-    def factorisation(self) -> tuple[tuple[KroneckerBasis, ...], float]:
-        """The eigenbases, and the jitter that the precisions needed."""
-        return self.bases, self.jitter
-
-    @property
     def covariance(self) -> Float[Tensor, "n n"]:
         whole = empty_matrix(self.n_parameters, self.rest.device)
         for basis in self.bases:
@@ -98,10 +98,6 @@ class KroneckerFactor:
             positions = self.rest_spans.positions(whole.device)
             whole[positions, positions] = 1 / self.rest
         return whole
-
-    def can_recurse(self, rows: int) -> bool:
-        """Never: the factors do not have a recursion."""
-        return False
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: LayerwiseDerivative) -> LogitGaussian:
         """N(ĝ, P^g); in factored form where all that is selected is a layer that returns the logits."""
@@ -157,3 +153,38 @@ class KroneckerFactor:
     def to(self, device: torch.device) -> KroneckerFactor:
         bases = tuple(basis.to(device) for basis in self.bases)
         return KroneckerFactor(self.n_parameters, bases, self.rest_spans, self.rest.to(device), self.jitter)
+
+    def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
+        return self.negative_share
+
+    def written(self) -> tuple[Description, Tensors]:
+        arrays: Tensors = {"factor.rest": self.rest}
+        columns = []
+        for index, basis in enumerate(self.bases):
+            parts = {"outer": basis.outer, "inner": basis.inner, "precision": basis.precision}
+            arrays |= {f"factor.{index}.{name}": part for name, part in parts.items()}
+            columns.append({f"{name}_columns": by_columns(part) for name, part in parts.items()})
+        return {"jitter": self.jitter, "bases": columns}, arrays
+
+    @staticmethod
+    def read(
+        contents: Contents, fields: Fields, n: int, layers: Sequence[LinearLayer], rest_spans: Spans
+    ) -> KroneckerFactor:
+        parts = fields.parts("bases")
+        if len(parts) != len(layers):
+            raise DamagedFileError(f"{contents.path} has {len(parts)} bases for {len(layers)} layers.")
+        bases = []
+        for index, (part, layer) in enumerate(zip(parts, layers, strict=True)):
+            d, p = layer.outputs, layer.width
+            outer = laid_out(contents.tensor(f"factor.{index}.outer", d, d), part.flag("outer_columns"))
+            inner = laid_out(contents.tensor(f"factor.{index}.inner", p, p), part.flag("inner_columns"))
+            precision = read_positive(contents, f"factor.{index}.precision", d, p)
+            bases.append(KroneckerBasis(layer, outer, inner, laid_out(precision, part.flag("precision_columns"))))
+        rest = read_positive(contents, "factor.rest", len(rest_spans))
+        return KroneckerFactor(n, tuple(bases), rest_spans, rest, read_jitter(fields))
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> IndependentVariances:
+        by_name = {basis.layer.name: basis for basis in self.bases}
+        bases = [by_name[layer.name] for layer in layers]
+        rotations = [(basis.outer, basis.inner) for basis in bases]
+        return IndependentVariances([basis.variances.to(dtype) for basis in bases], rotations)

@@ -49,3 +49,11 @@ def fisher_root(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "
     probability = torch.softmax(logits.double(), 1)
     root = probability.sqrt()
     return torch.diag_embed(root) - probability[:, :, None] * root[:, None, :]
+
+
+def weighted_rows(
+    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M n"], fisher: Fisher, dtype: torch.dtype
+) -> Float[Tensor, "k n"]:
+    """The rows U_nᵀ = R_nᵀ J_n of all samples, R R ᵀ = Λ."""
+    root = fisher_root(logits, fisher).to(dtype)
+    return (root.mT @ jacobian.to(dtype)).flatten(0, 1)

@@ -12,17 +12,23 @@ the bases Q_G and Q_A, with variances 1/(λ_i μ_a/count + δ). Parameters of ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
+from errbar._base.container import Contents
+from errbar._base.triangles import read_symmetric, symmetric_array
 from errbar._curvature.diagonal import DiagonalSum, safe_precision, weighted_squares
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
 from errbar._curvature.fisher import Fisher, fisher_diagonal
+from errbar._curvature.structure import Accumulator, Description, Factor, Rows, Structure, Sum, Tensors
+from errbar._curvature.task import Task
 from errbar._curvature.workload import (
     ADDED_PRODUCTS,
     Cost,
@@ -38,11 +44,15 @@ from errbar._curvature.workload import (
 )
 from errbar._derivative import layerwise
 from errbar._derivative.layerwise import LayerwiseRoute
+from errbar._derivative.route import Route
 from errbar._derivative.shared import SharedLayer, Spans, gathered
 from errbar._derivative.trace import Trace
+from errbar._distributed.reduce import triangle_summed
+from errbar._distributed.team import Team
 from errbar._model.batch import Batch
 from errbar._model.network import Network
-from errbar.errors import ArgumentError, MismatchError
+from errbar._model.selection import Selection, listed_modules
+from errbar.errors import ArgumentError, DamagedFileError, MismatchError, StructureNotice
 
 # eigh takes the matrix, its eigenvectors and 2 n² numbers of workspace; MKL one matrix more. In multiplications,
 # measured against a product of the same size.
@@ -195,6 +205,36 @@ class KroneckerSum:
         bases = tuple(basis for basis, _, _ in parts)
         return KroneckerFactor(self.n_parameters, bases, self.rest_spans, rest, jitter, below)
 
+    def is_zero(self) -> bool:
+        return self.rest.is_zero() and not any(bool(block.outer.any()) for block in self.blocks)
+
+    def reduced(self, has_data: Sequence[bool], team: Team) -> KroneckerSum:
+        """A, G and the counts are sums; their product over the count is made of the sums of all ranks."""
+        counts = team.exchange([block.count for block in self.blocks])
+        blocks = tuple(
+            KroneckerBlock.of(
+                block.layer,
+                triangle_summed(block.inner, team),
+                triangle_summed(block.outer, team),
+                sum(own[index] for own in counts),
+            )
+            for index, block in enumerate(self.blocks)
+        )
+        if not len(self.rest_spans):
+            return replace(self, blocks=blocks)
+        rest = self.rest.reduced(has_data, team)
+        return replace(self, blocks=blocks, rest=rest, rest_peak=float(rest.values.abs().max()))
+
+    def written(self) -> tuple[Description, Tensors]:
+        arrays: Tensors = {"sum.rest": self.rest.values}
+        small = []
+        for index, block in enumerate(self.blocks):
+            arrays[f"sum.{index}.inner"] = symmetric_array(block.inner)
+            arrays[f"sum.{index}.outer"] = symmetric_array(block.outer)
+            a, g, c = block.peak
+            small.append({"count": block.count, "inner_peak": a, "outer_peak": g, "count_peak": c})
+        return {"form": "kron", "blocks": small, "rest_peak": self.rest_peak}, arrays
+
 
 class KroneckerAccumulator:
     """Adds up batches; private to one pass over the data. It runs the network itself: `add_batch`."""
@@ -303,6 +343,72 @@ def _root_columns(logits: Float[Tensor, "B M"], fisher: Fisher, first: int, last
 
 def _largest(values: Float[Tensor, "k"]) -> float:
     return float(values.abs().max()) if len(values) else 0.0
+
+
+class KroneckerStructure(Structure):
+    """Each layer by the second moments of its inputs and of its derivatives; all else by its variances."""
+
+    name = "kron"
+
+    def route(self, network: Network, selection: Selection, batch: Batch) -> Route | None:
+        by_layer = LayerwiseRoute.plan(network, selection, batch)
+        _say_what_is_diagonal(by_layer.rest.matrices(), selection.n_parameters)
+        return Route((), by_layer=by_layer)
+
+    def cost(self, work: Workload) -> Cost:
+        return cost(work)
+
+    def accumulator(self, task: Task, keep: Rows | None) -> Accumulator:
+        device = task.network.device
+        return KroneckerAccumulator(task.network, _by_layer(task), task.fisher, task.dtype, device)
+
+    def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+        return _by_layer(task).derivatives(task.network, batch)
+
+    def read_sum(self, contents: Contents, task: Task) -> Sum:
+        fields = contents.description.part("sum")
+        fields.choice("form", ("kron",))
+        route, parts = _by_layer(task), fields.parts("blocks")
+        if len(parts) != len(route.layers):
+            raise DamagedFileError(
+                f"{contents.path} has {len(parts)} Kronecker factors for {len(route.layers)} layers."
+            )
+        blocks = []
+        for index, (part, layer) in enumerate(zip(parts, route.layers, strict=True)):
+            inner = read_symmetric(contents, f"sum.{index}.inner", layer.width)
+            outer = read_symmetric(contents, f"sum.{index}.outer", layer.outputs)
+            a, g, c = (part.number(name, least=0) for name in ("inner_peak", "outer_peak", "count_peak"))
+            blocks.append(KroneckerBlock(layer, inner, outer, part.number("count", least=0), (a, g, c)))
+        rest = DiagonalSum(contents.tensor("sum.rest", len(route.rest_spans)))
+        peak = fields.number("rest_peak", least=0)
+        return KroneckerSum(task.selection.n_parameters, tuple(blocks), route.rest_spans, rest, peak)
+
+    def read_factor(self, contents: Contents, total: Any, prior_precision: Float[Tensor, "n"], limit: float) -> Factor:
+        fields = contents.description.part("factor")
+        return KroneckerFactor.read(
+            contents, fields, total.n_parameters, [b.layer for b in total.blocks], total.rest_spans
+        )
+
+
+def _say_what_is_diagonal(alone: dict[str, int], n: int) -> None:
+    """A notice of the layers, with their parameters, that `kron` cannot take apart: it takes them as `diag` does.
+
+    Of norm layers, and other vectors, nothing is said: there is nothing in them to take apart.
+    """
+    if alone:
+        warnings.warn(
+            f"structure='kron' takes {listed_modules(tuple(alone))} as 'diag' does, {sum(alone.values()):,} of {n:,} "
+            "parameters: it expected linear layers, and convolutions in one group, whose weights nothing else uses. "
+            "Leave them out (parameters=[...]), or use structure='block' or 'lowrank' for the covariances within them.",
+            StructureNotice,
+            stacklevel=3,
+        )
+
+
+def _by_layer(task: Task) -> LayerwiseRoute:
+    assert task.route is not None
+    assert task.route.by_layer is not None
+    return task.route.by_layer
 
 
 def cost(work: Workload) -> Cost:

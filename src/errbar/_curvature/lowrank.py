@@ -21,9 +21,10 @@ S and Q are stored in the dtype of products, all sums and all k × k matrices ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -33,7 +34,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errbar._base import linalg
 from errbar._base.checks import whole_number
+from errbar._base.container import Contents
 from errbar._base.memory import require_memory
+from errbar._base.triangles import by_columns, laid_out, read_positive
 from errbar._curvature.fisher import Fisher, fisher_root
 from errbar._curvature.sketch import (
     FrequentDirections,
@@ -43,6 +46,18 @@ from errbar._curvature.sketch import (
     squared_sums,
     without_rounding,
 )
+from errbar._curvature.structure import (
+    Accumulator,
+    Description,
+    Factor,
+    Refactorised,
+    Rows,
+    Structure,
+    Sum,
+    Tensors,
+    joint_logits,
+)
+from errbar._curvature.task import Task
 from errbar._curvature.workload import (
     Cost,
     Workload,
@@ -54,11 +69,12 @@ from errbar._curvature.workload import (
 )
 from errbar._derivative.full import RANDOM_IN_EVAL, quiet_vmap
 from errbar._derivative.route import Derivative
-from errbar._distributions.logits import LogitGaussian
+from errbar._distributed.team import Team
+from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
-from errbar.errors import ArgumentError, ForgetError, ModelError
+from errbar.errors import ArgumentError, DamagedFileError, ForgetError, ModelError
 
 # So many rows, and so many bytes of them, are made at a time; the first is for what the network holds beside them.
 ROWS = {"cpu": 512, "cuda": 4096}
@@ -69,6 +85,9 @@ JACOBIAN_BYTES = 2**30
 
 def _limit(limits: dict[str, int], device: torch.device) -> int:
     return limits.get(device.type, limits["cpu"])
+
+
+DEFAULT_RANK = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +156,51 @@ class LowRankSum:
         precision = prior_precision + self.discarded
         return LowRankFactor(precision, *orthogonalised(self.rows, precision.rsqrt()))
 
+    def is_zero(self) -> bool:
+        return not bool(self.diagonal.any())
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        return 0.0
+
+    def is_positive_semidefinite(self, tolerance: float) -> bool:
+        """Always: a Gram matrix and a diagonal."""
+        return True
+
+    def reduced(self, has_data: Sequence[bool], team: Team) -> LowRankSum:
+        """((rank 0 + rank 1) + rank 2) + …, made by the first rank, which holds two sketches at a time.
+
+        Each merge adds its δ to the bound, and the result is sent to all: nobody else compresses, so that not even
+        rounding can tell the ranks apart.
+        """
+        sizes = team.exchange((len(self.rows), self.bound))
+        merged: LowRankSum | None = None
+        for source, (count, bound) in enumerate(sizes):
+            if has_data[source]:
+                own = self._room(count) if team.leads and source != 0 else self
+                rows = team.brought_to_the_first(own.rows, source)
+                diagonal = team.brought_to_the_first(own.diagonal, source)
+                merged = team.together(_merge(merged, LowRankSum(rows, diagonal, bound, self.rank), team))
+        count, bound = team.broadcast(None if merged is None else (len(merged.rows), merged.bound))
+        result = self._room(count) if merged is None else merged
+        rows, diagonal = team.shared(result.rows, 0), team.shared(result.diagonal, 0)
+        return LowRankSum(rows, diagonal, bound, self.rank)
+
+    def _room(self, count: int) -> LowRankSum:
+        """Room for a sketch of `count` rows from another rank."""
+        rows = torch.empty(count, self.rows.shape[1], dtype=self.rows.dtype, device=self.device)
+        return LowRankSum(rows, torch.empty_like(self.diagonal), 0.0, self.rank)
+
+    def written(self) -> tuple[Description, Tensors]:
+        small = {"form": "lowrank", "bound": self.bound, "rank": self.rank, "rows": len(self.rows)}
+        return small, {"sum.rows": self.rows, "sum.diagonal": self.diagonal}
+
+
+def _merge(merged: LowRankSum | None, other: LowRankSum, team: Team) -> Callable[[], LowRankSum | None]:
+    """What the first rank has to do with the next sketch, and the others have not."""
+    if not team.leads:
+        return lambda: None
+    return lambda: other if merged is None else merged + other
+
 
 class LowRankAccumulator:
     """Adds up batches; private to one pass over the data, and the only thing here that changes."""
@@ -201,7 +265,7 @@ def fisher_columns(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor
     return root[:, :, None] * reflection[:, :, 1:]
 
 
-class LowRankFactor:
+class LowRankFactor(Refactorised):
     """P = (SᵀS + D)⁻¹ by D, orthonormal directions Q and their strengths s: see the top of this file."""
 
     # The precision is D plus a Gram matrix, and can always be factorised.
@@ -217,11 +281,6 @@ class LowRankFactor:
         self.directions = directions
         self.strengths = strengths
         self.scale = precision.rsqrt()
-        self.factorisation = (directions, 0.0)
-
-    def can_recurse(self, rows: int) -> bool:
-        """Never: making Q anew costs less than the sketch of the rows."""
-        return False
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize), for some inputs whose J has been formed."""
@@ -346,6 +405,63 @@ class LowRankFactor:
 
     def to(self, device: torch.device) -> LowRankFactor:
         return LowRankFactor(self.precision.to(device), self.directions.to(device), self.strengths.to(device))
+
+    def written(self) -> tuple[Description, Tensors]:
+        return {"directions": len(self.directions), "directions_columns": by_columns(self.directions)}, {
+            "factor.precision": self.precision,
+            "factor.directions": self.directions,
+            "factor.strengths": self.strengths,
+        }
+
+
+class LowRankStructure(Structure):
+    """A sketch of rows RᵀJ by vector-Jacobian products, for whole networks."""
+
+    name = "lowrank"
+
+    def route(self, network: Network, selection: Selection, batch: Batch) -> None:
+        return None
+
+    def rank(self, asked: int) -> int:
+        number = whole_number(asked)
+        if number is None or number < 1:
+            raise ArgumentError(f"rank is {asked!r}; expected a whole number of one or more.")
+        return number
+
+    def cost(self, work: Workload) -> Cost:
+        return cost(work)
+
+    def accumulator(self, task: Task, keep: Rows | None) -> Accumulator:
+        return LowRankAccumulator(task.network, task.selection, task.fisher, task.dtype, task.network.device, task.rank)
+
+    def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
+        yield factor.gaussian_of_batch(task.network, task.selection, batch)
+
+    def joint(self, task: Task, factor: Any, batch: Batch) -> JointLogits:
+        mean = task.network.logits(batch)
+        classes = mean.shape[1]
+        identity = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(len(mean), classes, classes)
+        jacobian = pulled_back(task.network, task.selection, batch, identity)
+        derivative = Derivative(task.selection.n_parameters, classes, None, jacobian.double())
+        return joint_logits(factor, mean, derivative, task.network)
+
+    def read_sum(self, contents: Contents, task: Task) -> Sum:
+        fields = contents.description.part("sum")
+        fields.choice("form", ("lowrank",))
+        rank, n = fields.whole("rank", 1), task.selection.n_parameters
+        rows = contents.tensor("sum.rows", min(fields.whole("rows"), rank), n, dtype=task.dtype)
+        return LowRankSum(rows, contents.tensor("sum.diagonal", n), fields.number("bound", least=0), rank)
+
+    def read_factor(self, contents: Contents, total: Any, prior_precision: Float[Tensor, "n"], limit: float) -> Factor:
+        fields, n = contents.description.part("factor"), len(prior_precision)
+        count = fields.whole("directions")
+        precision = read_positive(contents, "factor.precision", n)
+        directions = contents.tensor("factor.directions", count, n, dtype=total.rows.dtype)
+        directions = laid_out(directions, fields.flag("directions_columns"))
+        strengths = contents.tensor("factor.strengths", count)
+        if not bool((strengths >= 0).all()):
+            raise DamagedFileError(f"{contents.path} has negative strengths of directions.")
+        return LowRankFactor(precision, directions, strengths)
 
 
 def pulled_back(

@@ -8,7 +8,7 @@ diagonal prior adds none. So P is block-diagonal by class and P^g diagonal, v_m 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,27 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
+from errbar._base.container import Contents
+from errbar._base.json_fields import Fields
 from errbar._base.memory import require_memory
+from errbar._base.triangles import by_columns, from_triangle, positive_diagonal, read_jitter, triangle_array
 from errbar._curvature import packed
-from errbar._curvature.fisher import fisher_diagonal
+from errbar._curvature.fisher import Fisher, fisher_diagonal
+from errbar._curvature.structure import ClassCoefficients, Description, Refactorised, Tensors
+from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload, by_device, drawing_bytes, drawing_products
 from errbar._derivative.route import Derivative
 from errbar._derivative.trace import LinearLayer
+from errbar._distributed.team import Team
 from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
 from errbar.errors import ModelError
 
 STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
+
+
+def suits(fisher: Fisher, *, returns_logits: bool) -> bool:
+    """Whether the exact information comes apart by class: one layer alone, which returns the logits, with `eta`."""
+    return fisher == "eta" and returns_logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +85,21 @@ class PerClassSum:
         precision = self._precisions(prior_precision)
         return PerClassFactor(self.layer, *linalg.safe_cholesky(precision, name="The posterior precision", limit=limit))
 
+    def is_zero(self) -> bool:
+        return not bool(self.totals.any())
+
+    def reduced(self, has_data: Sequence[bool], team: Team) -> PerClassSum:
+        return PerClassSum(self.layer, team.summed(self.totals))
+
+    def written(self) -> tuple[Description, Tensors]:
+        return {"form": "per_class"}, {"sum": self.totals}
+
+    @staticmethod
+    def read(contents: Contents, task: Task) -> PerClassSum:
+        assert task.route is not None
+        (layer,) = task.route.layers
+        return PerClassSum(layer, contents.tensor("sum", layer.width * (layer.width + 1) // 2, task.n_classes))
+
     def _precisions(self, prior_precision: Float[Tensor, "n"]) -> Float[Tensor, "M p p"]:
         precision = self.blocks()
         precision.diagonal(dim1=1, dim2=2).add_(prior_precision[self.layer.positions().to(self.device)])
@@ -121,7 +147,7 @@ def inner_of(derivative: Derivative) -> Float[Tensor, "B p"]:
     return factors[0].inner
 
 
-class PerClassFactor:
+class PerClassFactor(Refactorised):
     """P_m = (Σ_m + diag λ_m)⁻¹ by the Cholesky factors of the precisions."""
 
     def __init__(self, layer: LinearLayer, lower: Float[Tensor, "M p p"], jitter: float) -> None:
@@ -135,12 +161,12 @@ class PerClassFactor:
         return self.factorisation[0]
 
     @property
+    def jitter(self) -> float:
+        return self.factorisation[1]
+
+    @property
     def covariance(self) -> Float[Tensor, "n n"]:
         return _scattered(linalg.inverse_from_cholesky(self.lower), self.layer)
-
-    def can_recurse(self, rows: int) -> bool:
-        """Never: M factorisations of size p are cheaper than the recursion on n = M p."""
-        return False
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, diag v), v_m = hᵀ P_m h: M p²/2 multiplications an input."""
@@ -186,7 +212,24 @@ class PerClassFactor:
         return linalg.log_determinant_from_cholesky(self.lower)
 
     def to(self, device: torch.device) -> PerClassFactor:
-        return PerClassFactor(self.layer, self.lower.to(device), self.factorisation[1])
+        return PerClassFactor(self.layer, self.lower.to(device), self.jitter)
+
+    def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
+        return linalg.negative_share(self.lower, prior_precision[self.layer.positions().to(self.lower.device)])
+
+    def written(self) -> tuple[Description, Tensors]:
+        small = {"jitter": self.jitter, "lower_columns": by_columns(self.lower)}
+        return small, {"factor.lower": triangle_array(self.lower, by_columns=by_columns(self.lower))}
+
+    @staticmethod
+    def read(contents: Contents, fields: Fields, total: PerClassSum) -> PerClassFactor:
+        width, classes = total.layer.width, total.totals.shape[1]
+        flat = contents.tensor("factor.lower", classes, width * (width + 1) // 2)
+        lower = from_triangle(flat, width, by_columns=fields.flag("lower_columns"))
+        return PerClassFactor(total.layer, positive_diagonal(lower, contents), read_jitter(fields))
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> ClassCoefficients:
+        return ClassCoefficients(self.coefficients(dtype))
 
 
 def _scattered(blocks: Float[Tensor, "M p p"], layer: LinearLayer) -> Float[Tensor, "n n"]:

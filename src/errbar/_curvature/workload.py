@@ -1,12 +1,13 @@
 """The sizes that the cost of a fit depends on, and what all structures need beside their own arrays: rows of Jacobians,
 backward passes, Monte Carlo. What a structure costs by itself is `cost` in its own file.
 
-Costs come from sizes alone: nothing is allocated. `errbar.plan` shows them, `structure="auto"` chooses by them, and a fit
-that would not fit is refused by them before anything large is made. `bench/memory.py` holds them against measured peaks.
+Costs come from sizes alone: nothing is allocated. `errbar.plan` shows them, `structure="auto"` chooses by them, and a
+fit that would not fit is refused by them before anything large is made. `bench/memory.py` holds them against measured
+peaks.
 
 Bytes are peaks above what was held before the fit, without the model and the data. Arrays that are large go back to the
 system when they are freed; on a CPU, what the network and small products leave behind stays in the heap of the process,
-and is counted as measured. Multiplications count passes over memory too, at about what they cost beside a matrix product.
+and is counted as measured. Multiplications count passes over memory too, at about what they cost beside a product.
 
 Symbols: n parameters, M classes, B samples of a batch, d outputs and p inputs of a layer (bias included), T uses of it
 for one sample, k the rank of a sketch, K Monte Carlo draws; s and w are the bytes of a number in products and in the
@@ -16,13 +17,10 @@ network.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from errbar._curvature.fisher import Fisher
 from errbar._derivative import layerwise, route, shared
 from errbar._distributions import prediction
-
-Structure = Literal["dense", "block", "kron", "lowrank", "diag"]
 
 # A product is added to a sum in float64: for each number as long as so many multiplications.
 ADDED_PRODUCTS = 200

@@ -1,8 +1,8 @@
 """Derivatives layer by layer, from one pass through the network and one backward pass for each logit.
 
-A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.shared`), a norm layer
-its Jacobian (`_derivative.norms`); every other parameter (embeddings, convolutions in groups, weights that are used
-elsewhere too) gives plain Jacobians, each sample by itself.
+A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.shared`), a norm
+layer its Jacobian (`_derivative.norms`); every other parameter (embeddings, convolutions in groups, weights that are
+used elsewhere too) gives plain Jacobians, each sample by itself.
 """
 
 from __future__ import annotations
@@ -141,6 +141,27 @@ class LayerwiseRoute:
     def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
         """The batch in parts of so many samples."""
         return batch.parts(self.samples_at_a_time(device))
+
+    def derivatives(
+        self, network: Network, batch: Batch, *, alone: Selection | None = None
+    ) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
+        """The logits and their derivative in the network's own dtype, for some samples at a time.
+
+        A batch that calls the layers in another way than the first one is refused; or, with the selection `alone`, is
+        differentiated each sample by itself.
+        """
+        for part in self.chunks(batch, network.device):
+            try:
+                pair = self.differentiate(network, part)
+            except UnlikeFirstBatchError:
+                if alone is None:
+                    raise
+                by_itself = LayerwiseRoute.of(alone, self.n_classes, ())
+                for few in by_itself.chunks(part, network.device):
+                    yield by_itself.differentiate(network, few)
+                continue
+            yield pair
+            del pair
 
     def traced(self, network: Network, batch: Batch) -> Iterator[tuple[Batch, Trace]]:
         """The batch in parts, each run through the network, for derivatives of some seeds at a time."""

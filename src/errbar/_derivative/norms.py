@@ -68,6 +68,17 @@ class NormLayer:
         )
 
 
+def norm_layer_in(selection: Selection, name: str) -> NormLayer | None:
+    """The norm layer of that name, by its parameters alone; None if none of them is selected."""
+    slices, shapes = selection.slices(), dict(zip(selection.names, selection.shapes, strict=True))
+    own = {kind: f"{name}.{kind}" if name else kind for kind in ("weight", "bias")}
+    starts = {kind: slices[full].start for kind, full in own.items() if full in slices}
+    if not starts:
+        return None
+    shape = next(shapes[own[kind]] for kind in starts)
+    return NormLayer(name, shape, starts.get("weight"), starts.get("bias"))
+
+
 def norm_layers(network: Network, selection: Selection) -> list[NormLayer]:
     """Norm layers over batches, layers, groups and root mean squares, whose parameters are theirs alone."""
     found = []

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic
 from errbar._derivative.layerwise import LayerwiseRoute
+from errbar._derivative.norms import norm_layers
+from errbar._derivative.shared import shared_layers
 from errbar._derivative.trace import LinearLayer, LinearTerm, UnlikeFirstBatchError, capture, linear_layers
 from errbar._model.batch import Batch
 from errbar._model.network import Network
-from errbar._model.selection import Selection
+from errbar._model.selection import Selection, listed
+from errbar.errors import MismatchError
 
 # Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
 JACOBIAN_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -97,6 +100,21 @@ class Route:
     def factored(self) -> bool:
         """Whether no Jacobian is formed."""
         return self.by_layer is None
+
+    def require_on(self, network: Network, selection: Selection) -> None:
+        """Refuse a model that does not have the layers which are taken apart."""
+        if self.by_layer is None:
+            missing = [layer.name for layer in self.layers if layer not in linear_layers(network, selection)]
+        else:
+            shared, norms = shared_layers(network, selection), norm_layers(network, selection)
+            missing = [layer.name for layer in self.by_layer.layers if layer not in shared]
+            missing += [norm.name for norm in self.by_layer.norms if norm not in norms]
+        if missing:
+            names = listed([name or "(the model itself)" for name in missing])
+            raise MismatchError(
+                f"The file was made with the layers {names}, which the model does not have as they were: the "
+                "weights are the same, the modules around them are not. Give the model of the fit."
+            )
 
     def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
         """The batch in parts that keep what is made of them within a fixed number of bytes."""

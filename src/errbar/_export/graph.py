@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from errbar._base import linalg
 from errbar._curvature import banded, packed
-from errbar._curvature.block import BlockFactor
-from errbar._curvature.dense import DenseFactor
-from errbar._curvature.diagonal import DiagonalFactor
-from errbar._curvature.eigenbasis import KroneckerFactor
-from errbar._curvature.per_class import PerClassFactor
-from errbar._derivative.shared import gathered
-from errbar._derivative.trace import LinearLayer
+from errbar._curvature.structure import ClassCoefficients, GraphCovariance, PairCoefficients
 from errbar._export.chain import ChainedNetwork, LayerTerm
 from errbar.errors import ExportError
 
@@ -291,42 +285,19 @@ class Head:
     basis: Float[Tensor, "M r"] | None = None
 
 
-def head(factor: object, layers: Sequence[LinearLayer], dtype: torch.dtype, classes: int, *, identity: bool) -> Head:
-    """What makes P^g of the terms of `layers`, the last first; `identity` for one layer that returns the logits."""
-    if isinstance(factor, PerClassFactor):
-        return Head(ClassVariance(factor.coefficients(dtype)), "diagonal", classes)
-    if isinstance(factor, DiagonalFactor):
-        variances = [gathered(layer, factor.precision).reciprocal().to(dtype) for layer in layers]
-        if identity:
-            return Head(OutputVariance(variances[0], None), "diagonal", classes)
-        return _full(IndependentCovariance(variances, None), classes)
-    if isinstance(factor, KroneckerFactor):
-        held = {basis.layer.name: basis for basis in factor.bases}
-        bases = [held[layer.name] for layer in layers]
-        variances = [basis.variances.to(dtype) for basis in bases]
-        rotations = [(basis.outer.to(dtype), basis.inner.to(dtype)) for basis in bases]
-        if identity:
-            return Head(OutputVariance(variances[0], rotations[0][1]), "factored", classes, bases[0].outer)
+def head(covariance: GraphCovariance, dtype: torch.dtype, classes: int, *, identity: bool) -> Head:
+    """What makes P^g of the terms of layers, the last first; `identity` for one layer that returns the logits."""
+    if isinstance(covariance, ClassCoefficients):
+        return Head(ClassVariance(covariance.coefficients), "diagonal", classes)
+    if isinstance(covariance, PairCoefficients):
+        return _full(FullCovariance(covariance.pairs), classes)
+    variances, bases = covariance.variances, covariance.bases
+    rotations = None if bases is None else [(outer.to(dtype), inner.to(dtype)) for outer, inner in bases]
+    if not identity:
         return _full(IndependentCovariance(variances, rotations), classes)
-    if isinstance(factor, BlockFactor):
-        by_name = {block.name: (block, own) for block, own in zip(factor.blocks, factor.factors, strict=True)}
-        pairs = {}
-        for index, layer in enumerate(layers):
-            block, own = by_name[layer.name]
-            pairs[index, index] = packed.coefficients(own.covariance, block.rebased(layer).positions(), None, dtype)
-        return _full(FullCovariance(pairs), classes)
-    if isinstance(factor, DenseFactor):
-        where = [layer.positions() for layer in layers]
-        pairs = {
-            (x, y): packed.coefficients(factor.covariance, where[x], None if x == y else where[y], dtype)
-            for y in range(len(layers))
-            for x in range(y + 1)
-        }
-        return _full(FullCovariance(pairs), classes)
-    raise ExportError(
-        "A posterior with structure='lowrank' cannot be exported: its prediction differentiates the whole network. "
-        "Expected 'dense', 'block', 'kron' or 'diag'."
-    )
+    if bases is None or rotations is None:
+        return Head(OutputVariance(variances[0], None), "diagonal", classes)
+    return Head(OutputVariance(variances[0], rotations[0][1]), "factored", classes, bases[0][0])
 
 
 def _full(covariance: nn.Module, classes: int) -> Head:

@@ -25,7 +25,8 @@ from torch.export import ExportedProgram
 
 from errbar._base.atomic import require_writable_folder, write_file
 from errbar._base.execution import plain_execution
-from errbar._derivative.shared import SharedLayer
+from errbar._curvature.structure import Factor
+from errbar._curvature.task import Task
 from errbar._derivative.trace import LinearLayer
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction, standard_normal
@@ -33,8 +34,6 @@ from errbar._export.chain import ChainedNetwork, Linear, Sample, chained, export
 from errbar._export.graph import Draws, PredictionGraph, head
 from errbar._export.numbers import exact_numbers
 from errbar._model.batch import Batch
-from errbar._posterior.differentiate import ByDerivative, ByLayer, Factor
-from errbar._posterior.task import Task
 from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_install
 from errbar.version import __version__
 
@@ -164,7 +163,7 @@ def graph_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -
     _require_exportable(task, batch)
     network = chained(task.network, layers, Sample.of(batch))
     order = [step.layer for step in network.steps if isinstance(step, Linear) and step.layer is not None]
-    part = head(factor, order, task.dtype, task.n_classes, identity=identity)
+    part = head(factor.in_graph(order, task.dtype), task.dtype, task.n_classes, identity=identity)
     like = torch.empty(0, dtype=task.network.dtype)
     normal = standard_normal(request.samples, part.width, request.seed, like, request.draws).T
     if part.basis is not None:
@@ -191,13 +190,13 @@ def _start(network: ChainedNetwork, classes: int, *, identity: bool, single: boo
 
 def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
     """The selected layers, and whether they are one that returns the logits themselves."""
-    way = task.way
-    if isinstance(way, ByDerivative) and way.route.factored:
-        return way.route.layers, way.route.identity
-    if isinstance(way, ByLayer) and not len(way.route.rest_spans):
-        layers = way.route.layers
-        if all(isinstance(layer, SharedLayer) and layer.patches is None for layer in layers):
-            return layers, len(layers) == 1 and way.route.outer_size == 0
+    route = task.route
+    if route is not None and route.by_layer is None:
+        return route.layers, route.identity
+    if route is not None and route.by_layer is not None and not len(route.by_layer.rest_spans):
+        layers = route.by_layer.layers
+        if all(layer.patches is None for layer in layers):
+            return layers, len(layers) == 1 and route.by_layer.outer_size == 0
     raise ExportError(
         f"The posterior is about {', '.join(task.selection.names[:4])}{' …' if len(task.selection.names) > 4 else ''} "
         f"(structure '{task.structure}'), which an exported graph cannot differentiate by. Expected linear layers that "

@@ -27,14 +27,14 @@ from torch import Tensor
 from errbar._base.atomic import file_name, require_writable_folder
 from errbar._base.checks import whole_number
 from errbar._base.container import read, write
-from errbar._files.task import SavedInformation, information_record, plan_of, read_information
+from errbar._curvature.task import Task
+from errbar._files.task import information_record, read_information, route_description
 from errbar._model.batch import Batch
 from errbar._model.network import described_output
-from errbar._posterior.task import Task
+from errbar._posterior.information import Information
 from errbar.errors import ArgumentError, FileError, MismatchError
 
 Path = str | os.PathLike[str]
-DEFAULT_EVERY = 100
 _START = "0" * 64
 
 
@@ -115,13 +115,13 @@ def _is_checkpoint(name: str) -> bool:
         return False
 
 
-def store(path: Path, saved: SavedInformation, seen: CountedStream) -> None:
-    description, tensors = information_record(saved)
+def store(path: Path, information: Information, seen: CountedStream) -> None:
+    description, tensors = information_record(information, None)
     position = {"batches": seen.batches, "digest": seen.digest}
     write(path, "checkpoint", description | {"position": position}, tensors)
 
 
-def resume(path: Path, task: Task, seen: CountedStream) -> SavedInformation | None:
+def resume(path: Path, task: Task, seen: CountedStream) -> Information | None:
     """What a checkpoint holds, with `seen` moved to where it was written; None where there is no file yet.
 
     A checkpoint of another model, of other options or of other data is refused.
@@ -134,7 +134,7 @@ def resume(path: Path, task: Task, seen: CountedStream) -> SavedInformation | No
             f"{contents.path} holds a saved {contents.kind}, not a checkpoint, and is not overwritten. Choose another "
             "name for the checkpoint."
         )
-    saved = read_information(contents)
+    saved, _ = read_information(contents)
     for what, now, then in (
         ("weights of the model", task.network.fingerprint, saved.task.network.fingerprint),
         ("parameters", task.selection, saved.task.selection),
@@ -143,7 +143,8 @@ def resume(path: Path, task: Task, seen: CountedStream) -> SavedInformation | No
         ("precision", task.precision, saved.task.precision),
         ("number of classes", task.n_classes, saved.task.n_classes),
         ("output", described_output(task.network.output), described_output(saved.task.network.output)),
-        ("layers or rank", plan_of(task.way), plan_of(saved.task.way)),
+        ("rank", task.rank, saved.task.rank),
+        ("layers", route_description(task.route), route_description(saved.task.route)),
     ):
         if now != then:
             raise MismatchError(
@@ -152,7 +153,7 @@ def resume(path: Path, task: Task, seen: CountedStream) -> SavedInformation | No
             )
     position = contents.description.part("position")
     seen.skip(path, position.whole("batches", 1), position.digest("digest"))
-    return saved
+    return Information(task, saved.total.to(task.network.device), saved.n_samples, saved.log_likelihood)
 
 
 def batch_digest(batch: Batch) -> str:

@@ -18,11 +18,11 @@ from torch import nn
 
 from errbar._base.container import Contents, read
 from errbar._base.json_fields import Fields
-from errbar._files.factors import put_factor_together
+from errbar._curvature.registry import structure_called
+from errbar._curvature.structure import Factor
 from errbar._files.task import checked_classes, read_information, read_task
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output, described_output
-from errbar._posterior.differentiate import Factor
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, jitter_limit
 from errbar._posterior.prior import Prior
@@ -118,7 +118,7 @@ def merge(paths: Iterable[Path]) -> Information:
                 "Expected files of different data."
             )
         digests[digest] = contents.path
-        information, classes = _information(contents)
+        information, classes = read_information(contents)
         if names is not None and classes is not None and names != classes:
             raise MismatchError(f"{contents.path} names other classes than the files before it: they do not match.")
         names = names or classes
@@ -139,7 +139,7 @@ def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
     """Read and check all of a file, and with `model` that it is about these weights; raises unless all is well."""
     contents = _read(path)
     description = _description(contents)
-    information, _ = _information(contents)
+    information, _ = read_information(contents)
     if contents.kind == "posterior":
         _factor(contents, information, _prior(contents, information))
     if model is not None:
@@ -168,15 +168,10 @@ def _digest_of_sums(contents: Contents) -> str | None:
     return digest.hexdigest()
 
 
-def _information(contents: Contents) -> tuple[Information, tuple[str, ...] | None]:
-    saved = read_information(contents)
-    return Information(saved.task, saved.total, saved.n_samples, saved.log_likelihood), saved.classes
-
-
 def _posterior(
     contents: Contents, model: nn.Module, classes: Sequence[str] | None, unpack: Unpack | None, output: Output
 ) -> Posterior:
-    information, names = _information(contents)
+    information, names = read_information(contents)
     wanted = checked_classes(classes, information.n_classes)
     if wanted is not None and wanted != names:
         saved = "without names of classes" if names is None else f"with the classes {', '.join(names[:5])}"
@@ -194,7 +189,8 @@ def _factor(contents: Contents, information: Information, prior: Prior) -> Facto
     if "factor" not in contents.description:
         return None
     diagonal = prior.diagonal(information.selection)
-    return put_factor_together(contents, information.total, diagonal, jitter_limit(information))
+    structure = structure_called(information.structure)
+    return structure.read_factor(contents, information.total, diagonal, jitter_limit(information))
 
 
 def _prior(contents: Contents, information: Information) -> Prior:

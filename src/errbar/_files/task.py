@@ -1,124 +1,59 @@
-"""What was asked of the data, as JSON, and back: which parameters of which weights, and how they are differentiated.
+"""Tasks and information as descriptions and arrays, and back: which parameters of which weights, and how they are
+differentiated.
 
-How to differentiate was decided by the first batch of the fit. A file keeps what was decided (`WayPlan`), so that a
-loaded posterior computes what the saved one did; the layers it names are compared with those of the model.
+How to differentiate was decided by the first batch of the fit. A file keeps what was decided, so that a loaded
+posterior computes what the saved one did; the layers it names are compared with those of the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from errbar._base.container import Contents
 from errbar._base.json_fields import Fields
-from errbar._curvature.fisher import Fisher
-from errbar._curvature.workload import Structure
+from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.structure import Description, Tensors
+from errbar._curvature.task import AbsentNetwork, Task, UnknownFunction
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.norms import norm_layers
+from errbar._derivative.norms import norm_layer_in
 from errbar._derivative.route import Route
-from errbar._derivative.shared import SharedLayer, shared_layers
-from errbar._derivative.trace import LinearLayer, linear_layers
-from errbar._distributions.logits import JointLogits, LogitGaussian
-from errbar._files.sums import Description, Tensors, put_together, read_layers, take_apart
-from errbar._model.batch import FORMS, Batch, Form
-from errbar._model.network import Network, Output
+from errbar._derivative.shared import Patches, SharedLayer
+from errbar._derivative.trace import LinearLayer
+from errbar._model.batch import FORMS, Form
+from errbar._model.network import Output
 from errbar._model.selection import Selection
-from errbar._posterior.differentiate import STRUCTURES, Accumulator, ByDerivative, ByLayer, ByRows, Rows, Sum, Way
-from errbar._posterior.task import AbsentNetwork, Task, UnknownFunction
-from errbar.errors import ArgumentError, DamagedFileError, MismatchError
+from errbar._posterior.information import Information
+from errbar.errors import ArgumentError, DamagedFileError
+
+_NO_LAYERS: Description = {
+    "layers": [],
+    "norms": [],
+    "factored": False,
+    "identity": False,
+    "inner_size": 0,
+    "outer_size": 0,
+}
 
 
-@dataclass(frozen=True)
-class WayPlan:
-    """What `errbar._posterior.differentiate.way` decided: the fields of `Route`, of `LayerwiseRoute`, and the rank of a sketch."""
-
-    layers: tuple[LinearLayer, ...] = ()
-    norms: tuple[str, ...] = ()
-    factored: bool = False
-    identity: bool = False
-    inner_size: int = 0
-    outer_size: int = 0
-    rank: int = 1
-
-
-@dataclass(frozen=True)
-class SavedWay:
-    """A way without a network: nothing can be differentiated until `on` gives it one."""
-
-    plan: WayPlan
-    absent: AbsentNetwork
-    selection: Selection
-    structure: Structure
-    fisher: Fisher
-    n_classes: int
-    dtype: torch.dtype
-
-    def on(self, network: Network) -> Way:
-        """The same way through a model that must have these parameters, in these layers."""
-        available = dict(network.module.named_parameters())
-        order = [name for name in available if name in self.selection.names]
-        shapes = [tuple(available[name].shape) for name in order]
-        if (tuple(order), tuple(shapes)) != (self.selection.names, self.selection.shapes):
-            raise MismatchError(
-                f"The file is about the parameters {_listed(self.selection.names)}, which the model does not have with "
-                "these names, shapes and in this order. Give the model of the fit."
-            )
-        plan, selection = self.plan, self.selection
-        if self.structure == "lowrank":
-            return ByRows(network, selection, self.fisher, self.dtype, plan.rank)
-        if plan.factored:
-            _require_layers(plan.layers, linear_layers(network, selection))
-            route = Route(plan.layers, plan.identity)
-            return ByDerivative(self.structure, network, selection, route, self.fisher, self.n_classes, self.dtype)
-        shared = [layer for layer in plan.layers if isinstance(layer, SharedLayer)]
-        norms = [norm for norm in norm_layers(network, selection) if norm.name in plan.norms]
-        _require_layers(shared, shared_layers(network, selection))
-        _require_none([name for name in plan.norms if name not in {norm.name for norm in norms}])
-        sizes = plan.inner_size, plan.outer_size
-        by_layer = LayerwiseRoute.of(selection, self.n_classes, tuple(shared), tuple(norms), *sizes)
-        if self.structure in ("kron", "diag"):
-            return ByLayer(self.structure, network, selection, by_layer, self.fisher, self.dtype)
-        route = Route((), by_layer=by_layer)
-        return ByDerivative(self.structure, network, selection, route, self.fisher, self.n_classes, self.dtype)
-
-    def accumulator(self, keep: Rows | None) -> Accumulator:
-        raise self.absent.refusal()
-
-    def gaussians(self, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
-        raise self.absent.refusal()
-
-    def joint(self, factor: Any, batch: Batch) -> JointLogits:
-        raise self.absent.refusal()
-
-
-def _require_layers(wanted: Sequence[LinearLayer], available: Sequence[LinearLayer]) -> None:
-    _require_none([layer.name for layer in wanted if layer not in available])
-
-
-def _require_none(missing: Sequence[str]) -> None:
-    if missing:
-        names = _listed([name or "(the model itself)" for name in missing])
-        raise MismatchError(
-            f"The file was made with the layers {names}, which the model does not have as they were: the "
-            "weights are the same, the modules around them are not. Give the model of the fit."
-        )
-
-
-def plan_of(way: Way) -> WayPlan:
-    by_layer = way.route.by_layer if isinstance(way, ByDerivative) else way.route if isinstance(way, ByLayer) else None
-    if by_layer is not None:
-        norms = tuple(norm.name for norm in by_layer.norms)
-        return WayPlan(by_layer.layers, norms, inner_size=by_layer.inner_size, outer_size=by_layer.outer_size)
-    if isinstance(way, ByDerivative):
-        return WayPlan(way.route.layers, factored=True, identity=way.route.identity)
-    if isinstance(way, ByRows):
-        return WayPlan(rank=int(way.rank))
-    assert isinstance(way, SavedWay)
-    return way.plan
+def route_description(route: Route | None) -> Description:
+    """What the first batch decided; all of it can be read again without a model."""
+    if route is None:
+        return dict(_NO_LAYERS)
+    if route.by_layer is None:
+        layers = [asdict(layer) for layer in route.layers]
+        return _NO_LAYERS | {"layers": layers, "factored": True, "identity": route.identity}
+    by_layer = route.by_layer
+    return _NO_LAYERS | {
+        "layers": [asdict(layer) for layer in by_layer.layers],
+        "norms": [norm.name for norm in by_layer.norms],
+        "inner_size": by_layer.inner_size,
+        "outer_size": by_layer.outer_size,
+    }
 
 
 def task_description(task: Task) -> Description:
@@ -136,7 +71,7 @@ def task_description(task: Task) -> Description:
             {"name": name, "shape": list(shape)}
             for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
         ],
-        "plan": asdict(plan_of(task.way)),
+        "plan": route_description(task.route) | {"rank": task.rank},
     }
 
 
@@ -145,7 +80,7 @@ def read_task(fields: Fields) -> Task:
     dtype = {"float32": torch.float32, "float64": torch.float64}[fields.choice("dtype", ("float32", "float64"))]
     network = AbsentNetwork(fields.digest("weights"), dtype, _read_output(fields))
     precision: Any = fields.choice("precision", ("float64",)) if "precision" in fields else None
-    structure: Any = fields.choice("structure", STRUCTURES)
+    structure = fields.choice("structure", structure_names())
     fisher: Any = fields.choice("fisher", ("ggn", "eta"))
     n_classes = fields.whole("n_classes", 2)
     parameters = fields.parts("parameters")
@@ -156,10 +91,19 @@ def read_task(fields: Fields) -> Task:
         raise DamagedFileError(f"{fields.where} has parameters of more than 64 dimensions.")
     if not names or len(set(names)) != len(names) or not 1 <= _size(selection) < 2**50:
         raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
-    plan = _read_plan(fields.part("plan"), selection, structure, n_classes)
-    products = torch.float64 if precision == "float64" else dtype
-    way = SavedWay(plan, network, selection, structure, fisher, n_classes, products)
-    return Task(network, selection, structure, way, fisher, n_classes, precision, batch_form=_read_form(fields))
+    plan = fields.part("plan")
+    route = _read_route(plan, selection, structure, n_classes)
+    return Task(
+        network,
+        selection,
+        structure,
+        fisher,
+        n_classes,
+        precision,
+        plan.whole("rank", 1),
+        route,
+        batch_form=_read_form(fields),
+    )
 
 
 def _saved_output(output: Output) -> Description | None:
@@ -193,78 +137,86 @@ def _size(selection: Selection) -> int:
     return sum(math.prod(shape) for shape in selection.shapes)
 
 
-def _read_plan(fields: Fields, selection: Selection, structure: str, n_classes: int) -> WayPlan:
-    factored = fields.flag("factored")
-    plan = WayPlan(
-        read_layers(fields.parts("layers"), selection, shared=not factored),
-        # Files of before norms were taken apart do not name any.
-        fields.texts("norms") if "norms" in fields else (),
-        factored,
-        fields.flag("identity"),
-        fields.whole("inner_size"),
-        fields.whole("outer_size"),
-        fields.whole("rank", 1),
-    )
-    covered = sum(layer.outputs * layer.width for layer in plan.layers)
-    lone = len(plan.layers) == 1 and plan.layers[0].outputs == n_classes
+def _read_route(fields: Fields, selection: Selection, structure: str, n_classes: int) -> Route | None:
+    factored, identity = fields.flag("factored"), fields.flag("identity")
+    layers = _read_layers(fields.parts("layers"), selection, shared=not factored)
+    # Files of before norms were taken apart do not name any.
+    names = fields.texts("norms") if "norms" in fields else ()
+    norms = tuple(norm for norm in (norm_layer_in(selection, name) for name in names) if norm is not None)
+    covered = sum(layer.outputs * layer.width for layer in layers)
+    lone = len(layers) == 1 and layers[0].outputs == n_classes
     factorable = covered == selection.n_parameters and structure != "kron"
-    if (plan.identity and not lone) or (plan.factored and not factorable):
+    if (identity and not lone) or (factored and not factorable) or len(norms) < len(names):
         raise DamagedFileError(f"{fields.where} describes layers that do not fit its parameters and classes.")
-    return plan
+    if factored:
+        return Route(layers, identity)
+    sizes = fields.whole("inner_size"), fields.whole("outer_size")
+    if structure == "lowrank":
+        return None
+    shared = tuple(layer for layer in layers if isinstance(layer, SharedLayer))
+    return Route((), by_layer=LayerwiseRoute.of(selection, n_classes, shared, norms, *sizes))
 
 
-def form(task: Task) -> str:
-    """The form of the sums of a task: the structure, or one matrix a class where the exact one comes apart so."""
-    plan = plan_of(task.way)
-    returns_logits = plan.factored and plan.identity
-    return "per_class" if task.structure == "dense" and task.fisher == "eta" and returns_logits else task.structure
+def _read_layers(fields: Sequence[Fields], selection: Selection, *, shared: bool) -> tuple[LinearLayer, ...]:
+    """Layers whose parameters are among the selected ones, each in one layer at most."""
+    sizes = {where.start: where.stop - where.start for where in selection.slices().values()}
+    found = []
+    for part in fields:
+        starts = {kind: part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start")}
+        name, outputs, inputs = part.text("name"), part.whole("outputs", 1), part.whole("inputs", 1)
+        # Files of before such layers were taken apart do not say so.
+        transposed = part.flag("transposed") if "transposed" in part else False
+        layer = LinearLayer(name, outputs, inputs, starts["weight_start"], starts["bias_start"], transposed)
+        if shared:
+            patches = _read_patches(part.part("patches")) if "patches" in part else None
+            layer = SharedLayer(name, outputs, inputs, layer.weight_start, layer.bias_start, transposed, patches)
+        expected = {layer.weight_start: outputs * inputs, layer.bias_start: outputs}
+        expected.pop(None, None)
+        if not expected or any(sizes.pop(start, None) != size for start, size in expected.items() if start is not None):
+            raise DamagedFileError(f"{part.where} describes layer {name[:60]!a} that its parameters do not make up.")
+        found.append(layer)
+    return tuple(found)
 
 
-@dataclass(frozen=True, eq=False)
-class SavedInformation:
-    """The fields of an `Information`, and the names of the classes, as a file has them."""
-
-    task: Task
-    total: Sum
-    n_samples: float
-    log_likelihood: float | None
-    classes: tuple[str, ...] | None
+def _read_patches(fields: Fields) -> Patches:
+    kernel, stride, dilation, padding = (fields.wholes(name) for name in ("kernel", "stride", "dilation", "padding"))
+    return Patches(kernel, stride, dilation, padding, fields.text("mode"))
 
 
-def information_record(saved: SavedInformation) -> tuple[Description, Tensors]:
-    """What `errbar._base.container.write` takes; refuses names that `read_task` would refuse."""
-    hidden = [name for name in saved.task.selection.names if not name.isprintable()]
+def information_record(information: Information, classes: tuple[str, ...] | None) -> tuple[Description, Tensors]:
+    """What `container.write` takes; refuses names that `read_task` would refuse."""
+    hidden = [name for name in information.selection.names if not name.isprintable()]
     if hidden:
         raise ArgumentError(
             f"The parameter {hidden[0]!a} has a name with characters that cannot be printed, which files do not hold. "
             "Give its module another name."
         )
-    output = saved.task.network.output
+    output = information.network.output
     if isinstance(output, str) and not output.isprintable():
         raise ArgumentError(
             f"output is {output!a}, with characters that cannot be printed, which files do not hold. Give a position "
             "or a function."
         )
-    small, tensors = take_apart(saved.total)
-    description = task_description(saved.task) | {
-        "classes": None if saved.classes is None else list(saved.classes),
-        "n_samples": saved.n_samples,
-        "log_likelihood": saved.log_likelihood,
+    small, tensors = information.total.written()
+    description = task_description(information.task) | {
+        "classes": None if classes is None else list(classes),
+        "n_samples": information.n_samples,
+        "log_likelihood": information.log_likelihood,
         "sum": small,
     }
     return description, tensors
 
 
-def read_information(contents: Contents) -> SavedInformation:
+def read_information(contents: Contents) -> tuple[Information, tuple[str, ...] | None]:
+    """The information of a file, about an absent network, and the names of the classes."""
     fields = contents.description
     task = read_task(fields)
     classes = fields.texts("classes") if "classes" in fields else None
     if classes is not None and len(classes) != task.n_classes:
         raise DamagedFileError(f"{contents.path} names {len(classes)} classes of {task.n_classes}.")
-    layers, kind = plan_of(task.way).layers, form(task)
-    total = put_together(contents, task.selection, layers, form=kind, n_classes=task.n_classes, dtype=task.dtype)
+    total = structure_called(task.structure).read_sum(contents, task)
     likelihood = fields.number("log_likelihood") if "log_likelihood" in fields else None
-    return SavedInformation(task, total, fields.number("n_samples", least=0), likelihood, classes)
+    return Information(task, total, fields.number("n_samples", least=0), likelihood), classes
 
 
 def checked_classes(classes: Sequence[str] | None, n_classes: int) -> tuple[str, ...] | None:
@@ -281,8 +233,3 @@ def checked_classes(classes: Sequence[str] | None, n_classes: int) -> tuple[str,
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
-    return ", ".join(name[:60] for name in names[:4]) + more

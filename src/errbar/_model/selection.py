@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from errbar._base.checks import whole_number
 from errbar._model.network import Network
-from errbar.errors import SelectionError
+from errbar.errors import MismatchError, SelectionError
 
 
 @dataclass(frozen=True)
@@ -193,3 +193,21 @@ def listed_modules(names: Sequence[str]) -> str:
     """Names of modules in a sentence, the first few of many."""
     shown = ", ".join(f"'{name}'" if name else "the model's own parameters" for name in names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def require_selection_on(network: Network, selection: Selection) -> None:
+    """Refuse a model that does not have these parameters."""
+    available = dict(network.module.named_parameters())
+    order = [name for name in available if name in selection.names]
+    shapes = [tuple(available[name].shape) for name in order]
+    if (tuple(order), tuple(shapes)) != (selection.names, selection.shapes):
+        raise MismatchError(
+            f"The file is about the parameters {listed(selection.names)}, which the model does not have with "
+            "these names, shapes and in this order. Give the model of the fit."
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names, and how many more there are."""
+    more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
+    return ", ".join(name[:60] for name in names[:4]) + more

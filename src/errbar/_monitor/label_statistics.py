@@ -21,7 +21,7 @@ class Agreement:
     - `gap`: mean confidence minus accuracy, positive where the classifier is over-confident;
     - `interval`: holds the expected gap at all times at once with probability `level`: look as often as you like;
     - `ece`: Σ_j (n_j/N) |accuracy − confidence| of ten bins of confidence;
-    - `innovation`: the mean of ν/(M−1), one or less for a calibrated PMF (`errbar._monitor.martingales.innovation_squared`).
+    - `innovation`: the mean of ν/(M−1), one or less for a calibrated PMF (`martingales.innovation_squared`).
     """
 
     labels: int

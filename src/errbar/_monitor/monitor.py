@@ -11,7 +11,7 @@ Each is a conformal test martingale (`errbar._monitor.martingales.RankTest`).
 
 **Labels.** With f̂ the PMF, ŷ its most likely class and d = f̂_ŷ − 1(y = ŷ), the tests
 - "overconfidence" and "underconfidence" bet on E[d] > δ and E[−d] > δ, δ = `tolerance`,
-- "innovation" bets on E[ν] > M − 1 of the normalised innovation squared (`errbar._monitor.martingales.innovation_squared`).
+- "innovation" bets on E[ν] > M − 1 of the normalised innovation squared (`martingales.innovation_squared`).
 
 *What the covariance of the PMF has to do with it.* One label is distributed as f̂, whatever P^f is: the covariance
 of its unit vector y is E[diag f − f fᵀ] + cov f = (diag f̂ − f̂ f̂ᵀ − P^f) + P^f = diag f̂ − f̂ f̂ᵀ. So P^f has no

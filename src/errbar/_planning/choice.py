@@ -2,101 +2,88 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 
 from errbar._base.memory import available_bytes, readable, usable_bytes
-from errbar._curvature.fisher import Fisher
-from errbar._curvature.workload import Cost, Structure, Workload
-from errbar._model.batch import Batch
-from errbar._model.network import Network
-from errbar._model.selection import Layer, Selection
-from errbar._planning.costs import cost
-from errbar._planning.layout import Layout, layout_of
-from errbar.errors import SizeError
-
-# From the most faithful to the least.
-PREFERENCE: tuple[Structure, ...] = ("dense", "block", "kron", "lowrank", "diag")
+from errbar._curvature.layout import Layout
+from errbar._curvature.lowrank import DEFAULT_RANK
+from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.task import Task
+from errbar._curvature.workload import Workload
+from errbar._model.selection import Selection
+from errbar.errors import SizeError, StructureNotice
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What is asked of memory: parameters of a network, of which a survey was made, for batches of so many samples."""
-
-    seen: Layout
-    selection: Selection
-    batch: int
-    fisher: Fisher
-    dtype: torch.dtype
-    rank: int
-
-    @staticmethod
-    def of(
-        network: Network,
-        selection: Selection,
-        batch: Batch,
-        layers: tuple[Layer, ...],
-        *,
-        fisher: Fisher,
-        dtype: torch.dtype,
-        rank: int,
-        size: int | None = None,
-    ) -> Request:
-        """By what `batch` shows, for batches of `size` samples; of as many as this one has, if that is not given."""
-        return Request(layout_of(network, batch, layers), selection, size or len(batch), fisher, dtype, rank)
-
-    def workload(self, selection: Selection) -> Workload:
-        return self.seen.workload(selection, batch=self.batch, fisher=self.fisher, dtype=self.dtype, rank=self.rank)
-
-    def cost(self, structure: Structure) -> Cost:
-        return cost(structure, self.workload(self.selection))
-
-    def best(self, device: torch.device) -> tuple[Structure, Cost]:
-        """The first structure, in the order of preference, that fits; `SizeError` where none does."""
-        usable = usable_bytes(device)
-        work = self.workload(self.selection)
-        costs = {structure: cost(structure, work) for structure in PREFERENCE}
-        for structure, found in costs.items():
-            if found.peak_bytes <= usable:
-                return structure, found
-        least = min(costs, key=lambda structure: costs[structure].peak_bytes)
-        self._refuse(least, costs[least].peak_bytes, device, "No structure fits: even ")
-        raise AssertionError("unreachable")
-
-    def require(self, structure: Structure, device: torch.device) -> None:
-        """Refuse what would not fit, before anything large is made."""
-        needed = self.cost(structure).peak_bytes
-        if needed > usable_bytes(device):
-            self._refuse(structure, needed, device, "")
-
-    def _refuse(self, structure: Structure, needed: int, device: torch.device, start: str) -> None:
-        available = available_bytes(device)
-        raise SizeError(
-            f"{start}structure='{structure}' of {self.selection.n_parameters:,} parameters needs {readable(needed)} on "
-            f"{device}, and {readable(available)} are available; {self._instead(structure, usable_bytes(device))}."
+def structure_that_fits(task: Task, rank: int) -> str:
+    """What `structure="auto"` takes: the first structure that fits into memory, with a notice if it is not exact."""
+    device = task.network.device
+    usable, work = usable_bytes(device), _workload(task, task.selection, rank)
+    costs = {name: structure_called(name).cost(work) for name in structure_names()}
+    chosen = next((name for name, cost in costs.items() if cost.peak_bytes <= usable), None)
+    if chosen is None:
+        least = min(costs, key=lambda name: costs[name].peak_bytes)
+        raise _refusal(task, least, rank, "No structure fits: even ")
+    if not costs[chosen].exact:
+        warnings.warn(
+            f"structure='auto' took '{chosen}', which is not exact: the exact covariance of "
+            f"{task.selection.n_parameters:,} parameters would take {readable(costs['dense'].peak_bytes)}, and "
+            f"{readable(available_bytes(device))} are available. Select fewer layers for the exact one, or name the "
+            "structure to silence this.",
+            StructureNotice,
+            stacklevel=3,
         )
+    return chosen
 
-    def _instead(self, structure: Structure, usable: int) -> str:
-        """The best other structure for the same parameters, and the most layers for which the asked one fits."""
 
-        def fits(structure: Structure, work: Workload) -> bool:
-            return cost(structure, work).peak_bytes <= usable
+def require_fits(task: Task) -> None:
+    """Refuse what would not fit, before anything large is made.
 
-        work = self.workload(self.selection)
-        other = next((name for name in PREFERENCE if name != structure and fits(name, work)), None)
-        layers = self._most_layers(lambda selection: fits(structure, self.workload(selection)))
-        advice = [f"structure='{other}' ({readable(cost(other, work).peak_bytes)})"] if other else []
-        advice += [f"last_layers={layers} with structure='{structure}'"] if layers else []
-        if not advice:
-            return "no other structure and no number of layers fits either, so use a machine with more memory"
-        return f"what fits is {' or '.join(advice)}"
+    Nothing is known of what a file was made from; but then sums of that size are in memory already.
+    """
+    if task.layout is None:
+        return
+    rank = task.rank if task.route is None else DEFAULT_RANK
+    needed = structure_called(task.structure).cost(_workload(task, task.selection, rank)).peak_bytes
+    if needed > usable_bytes(task.network.device):
+        raise _refusal(task, task.structure, rank, "")
 
-    def _most_layers(self, fits: Callable[[Selection], bool]) -> int:
-        """The largest r, by bisection: more layers never cost less."""
-        low, high = 0, self.seen.n_layers
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(self.seen.last(middle)) else (low, middle - 1)
-        return low
+
+def _workload(task: Task, selection: Selection, rank: int) -> Workload:
+    return _layout(task).workload(selection, batch=task.batch_size, fisher=task.fisher, dtype=task.dtype, rank=rank)
+
+
+def _layout(task: Task) -> Layout:
+    assert task.layout is not None
+    return task.layout
+
+
+def _refusal(task: Task, name: str, rank: int, start: str) -> SizeError:
+    """What does not fit, the best other structure for the same parameters, and the most layers for which it fits."""
+    device = task.network.device
+    usable = usable_bytes(device)
+
+    def peak(name: str, selection: Selection) -> int:
+        return structure_called(name).cost(_workload(task, selection, rank)).peak_bytes
+
+    other = next((n for n in structure_names() if n != name and peak(n, task.selection) <= usable), None)
+    layers = _most_layers(_layout(task), lambda selection: peak(name, selection) <= usable)
+    advice = [f"structure='{other}' ({readable(peak(other, task.selection))})"] if other else []
+    advice += [f"last_layers={layers} with structure='{name}'"] if layers else []
+    instead = "no other structure and no number of layers fits either, so use a machine with more memory"
+    if advice:
+        instead = f"what fits is {' or '.join(advice)}"
+    return SizeError(
+        f"{start}structure='{name}' of {task.selection.n_parameters:,} parameters needs "
+        f"{readable(peak(name, task.selection))} on {device}, and {readable(available_bytes(device))} are available; "
+        f"{instead}."
+    )
+
+
+def _most_layers(layout: Layout, fits: Callable[[Selection], bool]) -> int:
+    """The largest r, by bisection: more layers never cost less."""
+    low, high = 0, layout.n_layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(layout.last(middle)) else (low, middle - 1)
+    return low

@@ -1,7 +1,7 @@
 """`plan`: what each structure and each number of layers would cost, before anything large is allocated.
 
-Bytes come from `_planning.costs`. Seconds are multiplications over the speed of matrix products, which is tried out for a
-moment, plus forward and backward passes of the network as one of them takes for the example.
+Bytes are those of `_curvature.workload`. Seconds are multiplications over the speed of matrix products, which is tried
+out for a moment, plus forward and backward passes of the network as one of them takes for the example.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errbar._base.checks import Checks, whole_number
+from errbar._base.checks import Checks, require_option, whole_number
 from errbar._base.execution import plain_execution
 from errbar._base.memory import readable, usable_bytes
 from errbar._curvature.fisher import require_fisher
-from errbar._curvature.workload import Cost, Structure, Workload
+from errbar._curvature.layout import Layout, layout_of
+from errbar._curvature.lowrank import DEFAULT_RANK
+from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.task import product_dtype
+from errbar._curvature.workload import Cost, Workload
 from errbar._derivative.inspection import inspect
 from errbar._distributions.prediction import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
 from errbar._model.selection import Selection, listed_modules
-from errbar._planning.choice import PREFERENCE
-from errbar._planning.costs import cost
-from errbar._planning.layout import Layout, layout_of
-from errbar._posterior.differentiate import DEFAULT_RANK
-from errbar._posterior.information import require_option
-from errbar._posterior.task import product_dtype
 from errbar.errors import ArgumentError
 
 # Samples of the example that are run, and how long the speed of a product is tried out.
@@ -52,7 +50,7 @@ class Option:
     does; norm layers are not among them.
     """
 
-    structure: Structure
+    structure: str
     last_layers: int | None
     n_parameters: int
     posterior_bytes: int
@@ -89,7 +87,7 @@ class Plan:
             most = max(count for count in counts if count is not None)
             raise ArgumentError(f"last_layers is {last_layers!r}; expected 1 to {most}, or None for all parameters.")
         own = [option for option in self.options if option.last_layers == last_layers and option.fits]
-        return min(own, key=lambda option: PREFERENCE.index(option.structure), default=None)
+        return min(own, key=lambda option: structure_names().index(option.structure), default=None)
 
     def __str__(self) -> str:
         return _table(self)
@@ -134,9 +132,9 @@ def plan(
     with plain_execution(network.device):
         batch = network.prepare(to_batch(example, unpack), Checks(network.device))
         few = batch.rows(0, _FEW)
-        found = inspect(network, few)  # what cannot be used at all is refused by this call
-        found.require_gauge(kind)
-        seen = layout_of(network, few, found.layers, samples=_FEW)
+        inspection = inspect(network, few)  # what cannot be used at all is refused by this call
+        inspection.require_gauge(kind)
+        seen = layout_of(network, few, inspection.layers, samples=_FEW)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = _Speed.of(network, batch, dtype)
     options = []
@@ -144,7 +142,7 @@ def plan(
         work = seen.workload(selection, batch=len(batch), fisher=kind, dtype=dtype, rank=directions, draws=draws)
         share = seen.tail_share(selection)
         alone = tuple(seen.alone(selection).matrices())
-        options += [_option(structure, last_layers, work, share, speed, limit, alone) for structure in PREFERENCE]
+        options += [_option(name, last_layers, work, share, speed, limit, alone) for name in structure_names()]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
@@ -156,7 +154,7 @@ def _selections(seen: Layout) -> list[tuple[int | None, Selection]]:
 
 
 def _option(
-    structure: Structure,
+    structure: str,
     last_layers: int | None,
     work: Workload,
     share: float,
@@ -164,7 +162,7 @@ def _option(
     limit: int,
     alone: tuple[str, ...],
 ) -> Option:
-    found = cost(structure, work)
+    found = structure_called(structure).cost(work)
     fit, once, predict = speed.seconds(found, work, share)
     return Option(
         structure=structure,
@@ -273,7 +271,7 @@ def _least_seconds(run: Callable[[], Any], device: torch.device) -> float:
 def _table(plan: Plan) -> str:
     """At most about twenty rows: of deep networks the last 1, 2, 3, 5, 8, … layers, and all."""
     counts = list(dict.fromkeys(option.last_layers for option in plan.options))
-    shown = _thinned(counts, _ROWS_SHOWN // len(PREFERENCE))
+    shown = _thinned(counts, _ROWS_SHOWN // len(structure_names()))
     headers = ("layers", "structure", "parameters", "posterior", "fit", "predict", "a sample", "once", "an input")
     rows: list[tuple[str, ...]] = [headers]
     notes = [""]

@@ -6,8 +6,9 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks
-from errbar._base.container import write
 from errbar._base.execution import plain_execution
-from errbar._curvature.dense import DenseFactor, DenseSum
+from errbar._curvature.lowrank import DEFAULT_RANK
+from errbar._curvature.registry import structure_called
+from errbar._curvature.structure import Factor
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
@@ -29,21 +31,10 @@ from errbar._distributions.prediction import (
     softmax_over_classes_,
     standard_normal,
 )
-from errbar._export.write import (
-    ExportRequest,
-    WorkedExample,
-    checked_outputs,
-    checked_path,
-    checked_thresholds,
-    write_export,
-)
-from errbar._files.checkpoint import DEFAULT_EVERY
-from errbar._files.factors import take_factor_apart
-from errbar._files.task import SavedInformation, checked_classes, information_record
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.network import Network, Output, require_finite_logits
-from errbar._posterior.differentiate import DEFAULT_RANK, Factor, checked, rounding_share
-from errbar._posterior.information import Information, accumulate_over, collect
+from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
+from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
@@ -76,7 +67,7 @@ class Posterior:
     @property
     def jitter(self) -> float:
         """What had to be added to the precision, as a share of its mean diagonal, to factorise it; usually 0."""
-        return self.factor.factorisation[1]
+        return self.factor.jitter
 
     def covariance(self) -> Float[Tensor, "n n"]:
         """P in float64, without T and T_c."""
@@ -98,7 +89,7 @@ class Posterior:
         task = self.information.task
         with plain_execution(task.network.device):
             checks, batch = self._prepared(x, unpack)
-            parts = list(checked(task.way.gaussians(self.factor, batch), checks))
+            parts = list(self._checked(batch, checks))
             checks.finish()
         return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
 
@@ -111,7 +102,7 @@ class Posterior:
         task = self.information.task
         with plain_execution(task.network.device):
             checks, batch = self._prepared(frames, unpack)
-            joint = task.way.joint(self.factor, batch)
+            joint = structure_called(task.structure).joint(task, self.factor, batch)
             require_finite_logits(joint.mean, checks)
             checks.finish()
         return joint.calibrated(self.temperature, self.covariance_scale)
@@ -133,6 +124,12 @@ class Posterior:
                 be missing. A tensor or a mapping that it cannot take is what the model itself takes.
         """
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
+
+    def _checked(self, batch: Batch, checks: Checks) -> Iterator[LogitGaussian]:
+        task = self.information.task
+        for gaussian in structure_called(task.structure).gaussians(task, self.factor, batch):
+            require_finite_logits(gaussian.mean, checks)
+            yield gaussian
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
         network = self.information.network
@@ -189,9 +186,8 @@ class Posterior:
         few, stream = self._few(opened(data, unpack or self.unpack, team), team)
         rows: list[Tensor] | None = [] if few else None
         information = self.information + accumulate_over(team, self.information.task, stream, rows)
-        if rows is None or not isinstance(self.factor, DenseFactor):
+        if rows is None:
             return self._with_information(information)
-        assert isinstance(information.total, DenseSum)
         return replace(self, information=information, factor=self.factor.recursion(torch.cat(rows), information.total))
 
     def forget(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
@@ -223,7 +219,7 @@ class Posterior:
                 return bool(held), iter(held)
             held.append(batch)
             count += len(batch) * self.information.n_classes
-        return False, _chain(held, stream)
+        return False, chain(held, stream)
 
     def _with_information(self, information: Information) -> Posterior:
         made = condition(information, self.prior)
@@ -287,6 +283,15 @@ class Posterior:
         gives, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front of the
         selected layers may be anything; these and what follows must be linear layers with activations between them.
         """
+        from errbar._export.write import (
+            ExportRequest,
+            WorkedExample,
+            checked_outputs,
+            checked_path,
+            checked_thresholds,
+            write_export,
+        )
+
         checked_path(path)
         prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
@@ -319,33 +324,13 @@ class Posterior:
         exact structure and loading instant. `classes` are names for people. The file is replaced as a whole: on a
         full disk, or if the process is killed, the one before is unharmed.
         """
-        information, precision = self.information, self.prior.precision
-        classes = checked_classes(classes, information.n_classes)
-        saved = SavedInformation(
-            information.task, information.total, information.n_samples, information.log_likelihood, classes
-        )
-        description, tensors = information_record(saved)
-        small: dict[str, Any] | None = None
-        if factors:
-            small, arrays = take_factor_apart(self.factor)
-            tensors |= arrays
-        if isinstance(precision, Tensor):
-            tensors["prior"] = precision
-        description |= {
-            "prior": {"entries": len(precision)} if isinstance(precision, Tensor) else _as_json(precision),
-            "temperature": self.temperature,
-            "covariance_scale": self.covariance_scale,
-            "factor": small,
-        }
-        write(path, "posterior", description, tensors)
+        from errbar._files.save import save_posterior
+
+        save_posterior(self, path, classes, factors=factors)
 
 
 def _restored(information: Information, prior: Prior, temperature: float, covariance_scale: float) -> Posterior:
     return replace(condition(information, prior), temperature=temperature, covariance_scale=covariance_scale)
-
-
-def _as_json(precision: float | Mapping[str, float]) -> dict[str, Any]:
-    return {"modules": dict(precision)} if isinstance(precision, Mapping) else {"value": precision}
 
 
 def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:
@@ -366,9 +351,9 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
         )
     precision = prior.diagonal(information.selection).to(information.network.device)
     factor = information.total.condition(precision, jitter_limit(information))
-    if factor.factorisation[1] > 0:
+    if factor.jitter > 0:
         warnings.warn(
-            f"The posterior precision needed jitter of {factor.factorisation[1]:.0e} of its mean diagonal: the prior "
+            f"The posterior precision needed jitter of {factor.jitter:.0e} of its mean diagonal: the prior "
             "is smaller than the rounding of the information. Use precision='float64' or a larger prior precision.",
             UserWarning,
             stacklevel=2,
@@ -380,7 +365,7 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
 
 def _warn_of_rounding(factor: Factor, precision: Float[Tensor, "n"]) -> None:
     """Float32 products of samples that are alike round alike, and their errors add up like the samples."""
-    share = rounding_share(factor, precision)
+    share = factor.rounding_share(precision)
     if share > _NOTICEABLE_ROUNDING:
         warnings.warn(
             f"Rounding of float32 products has changed the information by about {share:.0%} of the prior precision in "
@@ -437,8 +422,3 @@ def fit(
 def require_posterior(value: object) -> None:
     if not isinstance(value, Posterior):
         raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")
-
-
-def _chain(held: list[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:
-    yield from held
-    yield from rest

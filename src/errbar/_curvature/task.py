@@ -1,4 +1,4 @@
-"""What is asked of the data: sums of which structure, about which parameters of which network.
+"""What is asked of the data: sums of which structure, about which parameters of which network, and how to go about it.
 
 A file holds no model. What is read from one is about an `AbsentNetwork`, of which only the weights' fingerprint is
 known; `Task.on` puts a model in its place.
@@ -12,11 +12,11 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from errbar._curvature.fisher import Fisher
-from errbar._curvature.workload import Structure
+from errbar._curvature.layout import Layout
+from errbar._derivative.route import Route
 from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
 from errbar._model.network import Network, Output, described_output, require_output
-from errbar._model.selection import Selection
-from errbar._posterior.differentiate import Way
+from errbar._model.selection import Selection, require_selection_on
 from errbar.errors import ArgumentError, MismatchError, ModelError
 
 Precision = Literal["float64"]
@@ -24,19 +24,24 @@ Precision = Literal["float64"]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is asked of the data: sums of which structure, about which parameters, weighted by which Fisher.
+    """What is asked of the data, and what the first batch decided.
 
-    `unpack` is how batches were read, for those that come later, and `batch_form` what they were before that; files
-    keep only the latter. Neither changes anything about the sums.
+    `route` says how the logits are differentiated; None for structures that take no layer apart. `rank` is that of a
+    sketch, and 1 for structures without one. `layout` is what the first pass showed, and `batch_size` what batches
+    are expected to have; both are known in the process that made the fit, and not from a file. `unpack` is how batches
+    were read, for those that come later, and `batch_form` what they were before that; files keep only the latter.
     """
 
     network: Network
     selection: Selection
-    structure: Structure
-    way: Way
+    structure: str
     fisher: Fisher
     n_classes: int
     precision: Precision | None
+    rank: int = 1
+    route: Route | None = None
+    layout: Layout | None = None
+    batch_size: int = 1
     unpack: KeptUnpack | None = None
     batch_form: Form | None = None
 
@@ -50,7 +55,11 @@ class Task:
         return not isinstance(self.network, AbsentNetwork)
 
     def on(self, network: Network) -> Task:
-        return replace(self, network=network, way=self.way.on(network))
+        """The same task about a model that must have these parameters, in these layers."""
+        require_selection_on(network, self.selection)
+        if self.route is not None:
+            self.route.require_on(network, self.selection)
+        return replace(self, network=network)
 
     def reading(self, unpack: Unpack | None) -> Task:
         """The same task, with `unpack` for the batches that come."""
@@ -66,8 +75,8 @@ class Task:
             "number of classes": str(self.n_classes),
             "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
-            "rank of the sketch": str(getattr(self.way, "rank", None)),
-            "layers": str(getattr(self.way, "route", None)),
+            "rank of the sketch": str(self.rank),
+            "layers": str(self.route),
         }
 
     def require_same_kind(self, other: Task) -> None:

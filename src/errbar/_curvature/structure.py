@@ -1,0 +1,282 @@
+"""What a structure of the information is: how it adds up data, predicts, costs, and goes into files.
+
+    Structure      one for each name: it begins sums, predicts with factors, reads files and knows its cost
+    Accumulator    adds up the batches of one pass over the data
+    Sum            what they add up to: information, which adds up over days, sites and ranks
+    Factor         a sum and a prior: the posterior, ready to predict
+
+A new structure is one file with these four and one line in `_curvature.registry`. `Structure` has ready ways of going
+about the derivatives; a structure overrides those that do not suit it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._base.container import Contents
+from errbar._curvature.fisher import weighted_rows
+from errbar._curvature.task import Task
+from errbar._curvature.workload import Cost, Workload
+from errbar._derivative.route import Route, differentiate
+from errbar._derivative.trace import LinearLayer
+from errbar._distributed.team import Team
+from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar._model.batch import Batch
+from errbar._model.network import Network
+from errbar._model.selection import Selection
+from errbar.errors import ExportError
+
+# Numbers of J up to which the covariance between frames is made by a root.
+ROOT_NUMBERS = 2**26
+
+Description = dict[str, Any]
+Tensors = dict[str, Tensor]
+Rows = list[Float[Tensor, "k n"]]
+
+
+class Sum(Protocol):
+    """What data said about the parameters, in float64; additive."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        """The information matrix, whichever way it is held."""
+        ...
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+    def __sub__(self, other: Self, /) -> Self: ...
+
+    def __mul__(self, factor: float, /) -> Self: ...
+
+    def to(self, device: torch.device, /) -> Self: ...
+
+    def tolerance(self, dtype: torch.dtype, /) -> float:
+        """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
+        ...
+
+    def is_positive_semidefinite(self, tolerance: float, /) -> bool:
+        """Whether no eigenvalue is below −tolerance."""
+        ...
+
+    def condition(self, prior_precision: Float[Tensor, "n"], limit: float, /) -> Factor:
+        """The posterior with this prior; `limit` is the largest jitter that rounding explains."""
+        ...
+
+    def is_zero(self) -> bool:
+        """Whether it says nothing at all about any parameter."""
+        ...
+
+    def reduced(self, has_data: Sequence[bool], team: Team, /) -> Self:
+        """Σ over the ranks of the sums of each; `has_data` says which of them have any. A collective call."""
+        ...
+
+    def written(self) -> tuple[Description, Tensors]:
+        """What is small, with the `form` of the sum, and arrays: what `Structure.read_sum` reads."""
+        ...
+
+
+class Factor(Protocol):
+    """P = (information + prior precision)⁻¹, factorised."""
+
+    @property
+    def jitter(self) -> float:
+        """What had to be added to the precision, as a share of its mean diagonal, to factorise it."""
+        ...
+
+    @property
+    def covariance(self) -> Float[Tensor, "n n"]: ...
+
+    def can_recurse(self, rows: int, /) -> bool:
+        """Whether `rows` more rows by `recursion` are cheaper than a factorisation."""
+        ...
+
+    def recursion(self, rows: Float[Tensor, "k n"], total: Any, /) -> Factor:
+        """The posterior after the rows UᵀJ of more data, which make `total` (eq:recUpdate_all)."""
+        ...
+
+    def sample(self, normal: Float[Tensor, "K n"], /) -> Float[Tensor, "K n"]:
+        """Draws of θ − θ̂ from N(0, P)."""
+        ...
+
+    def log_determinant_of_precision(self) -> float: ...
+
+    def rounding_share(self, prior_precision: Float[Tensor, "n"], /) -> float:
+        """By how much rounding of float32 products has changed variances that the prior decides: a share of them.
+
+        As far as that is known: `diag` has no directions in which sums of squares cancel, and of what a sketch leaves
+        out the rounding is not known.
+        """
+        ...
+
+    def to(self, device: torch.device, /) -> Factor: ...
+
+    def written(self) -> tuple[Description, Tensors]:
+        """What is small, and arrays, in the memory layout that they have: what `Structure.read_factor` reads."""
+        ...
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype, /) -> GraphCovariance:
+        """What an exported graph needs to make P^g of the terms of `layers`; `ExportError` if it cannot."""
+        ...
+
+
+class Refactorised:
+    """A factor without a recursion, and without a graph unless it says so: made anew from its sum."""
+
+    def can_recurse(self, rows: int) -> bool:
+        return False
+
+    def recursion(self, rows: Float[Tensor, "k n"], total: Any) -> Factor:
+        raise AssertionError("unreachable: can_recurse says no")
+
+    def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
+        return 0.0
+
+    def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> GraphCovariance:
+        raise ExportError(
+            "A posterior of this structure cannot be exported: its prediction differentiates the whole network. "
+            "Expected 'dense', 'block', 'kron' or 'diag'."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PairCoefficients:
+    """P as packed coefficients of h_a h'_b, for each pair of layers (x ≤ y)."""
+
+    pairs: Mapping[tuple[int, int], Float[Tensor, "rows k"]]
+
+
+@dataclass(frozen=True, eq=False)
+class IndependentVariances:
+    """Variances of the parameters of each layer, as they are or in `bases` (outer, inner)."""
+
+    variances: Sequence[Float[Tensor, "d p"]]
+    bases: Sequence[tuple[Float[Tensor, "d d"], Float[Tensor, "p p"]]] | None
+
+
+@dataclass(frozen=True, eq=False)
+class ClassCoefficients:
+    """Packed coefficients of h_a h_b for each class of a last layer alone."""
+
+    coefficients: Float[Tensor, "rows M"]
+
+
+GraphCovariance = PairCoefficients | IndependentVariances | ClassCoefficients
+
+
+class Accumulator(Protocol):
+    """Adds up prepared batches and returns their logits; private to one pass over the data."""
+
+    def add_batch(self, batch: Batch, /) -> Float[Tensor, "B M"]: ...
+
+    def finish(self) -> Sum: ...
+
+
+class Summand(Protocol):
+    """What `Differentiating` adds derivatives to."""
+
+    def add(self, logits: Float[Tensor, "B M"], derivative: Any, /) -> None: ...
+
+    def finish(self) -> Sum: ...
+
+
+class Structure(ABC):
+    """One structure of the information: see the top of this file.
+
+    As it stands here, derivatives come from `_derivative.route`: as terms V ⊗ hᵀ where the layers allow it, else as
+    Jacobians. `sums` says what adds them up, and the factor's `gaussian` and `joint_covariance` predict with them.
+    """
+
+    name: ClassVar[str]
+
+    def route(self, network: Network, selection: Selection, batch: Batch) -> Route | None:
+        """How to differentiate, by what the layers are and by what the first (prepared) batch shows."""
+        return Route.plan(network, selection, batch)
+
+    def rank(self, asked: int) -> int:
+        """The rank of a sketch; 1 where there is none."""
+        return 1
+
+    @abstractmethod
+    def cost(self, work: Workload) -> Cost:
+        """What a fit and predictions take."""
+
+    def sums(self, task: Task) -> Summand:
+        """An empty sum."""
+        raise AssertionError("a structure has either sums or an accumulator of its own")
+
+    def accumulator(self, task: Task, keep: Rows | None) -> Accumulator:
+        """What adds up batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
+        return Differentiating(self, task, self.sums(task), keep)
+
+    def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+        """The logits and their derivative in the network's own dtype, for some samples at a time."""
+        assert task.route is not None
+        for part in task.route.chunks(batch, task.network.device):
+            yield differentiate(task.network, task.selection, task.route, part)
+
+    def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
+        """N(ĝ, P^g) of the inputs of a prepared batch, for some of them at a time."""
+        for mean, derivative in self.derivatives(task, batch):
+            gaussian = factor.gaussian(mean.to(task.network.dtype), derivative.to(task.dtype))
+            # It would otherwise stay until the next one is there.
+            del derivative
+            yield gaussian
+
+    def joint(self, task: Task, factor: Any, batch: Batch) -> JointLogits:
+        """The logits of a prepared batch of frames, and the covariance between all of them."""
+        parts = list(self.derivatives(task, batch))
+        derivatives = [derivative.to(torch.float64) for _, derivative in parts]
+        mean = torch.cat([mean for mean, _ in parts])
+        return joint_logits(factor, mean, type(derivatives[0]).concatenated(derivatives), task.network)
+
+    @abstractmethod
+    def read_sum(self, contents: Contents, task: Task) -> Sum:
+        """The sum in a file, on the CPU, checked against the task that the file says it is about."""
+
+    @abstractmethod
+    def read_factor(self, contents: Contents, total: Any, prior_precision: Float[Tensor, "n"], limit: float) -> Factor:
+        """The factor in a file, on the CPU, of a sum and a prior precision that were read from it."""
+
+
+class Differentiating:
+    """Differentiates batches, and adds the derivatives up."""
+
+    def __init__(self, structure: Structure, task: Task, sums: Summand, keep: Rows | None) -> None:
+        self.structure, self.task, self.sums, self.keep = structure, task, sums, keep
+
+    def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
+        logits = []
+        for part, derivative in self.structure.derivatives(self.task, batch):
+            self.sums.add(part, derivative)
+            logits.append(part)
+            if self.keep is not None:
+                self.keep.append(weighted_rows(part, derivative.jacobian(), self.task.fisher, self.task.dtype))
+            # It would otherwise stay until the next one is there.
+            del derivative
+        return torch.cat(logits)
+
+    def finish(self) -> Sum:
+        return self.sums.finish()
+
+
+def joint_logits(factor: Any, mean: Float[Tensor, "C M"], derivative: Any, network: Network) -> JointLogits:
+    """The logits of several frames together: whatever the dtype of the network, everything after it is float64.
+
+    By a root of R, in contrasts, as long as that can be held or J is made anyway.
+    """
+    rounding = torch.finfo(mean.dtype).eps
+    mean = mean.to(network.dtype)
+    if mean.numel() * derivative.n_parameters > ROOT_NUMBERS and hasattr(factor, "joint_covariance"):
+        return JointLogits.trusted(mean, factor.joint_covariance(derivative), network_rounding=rounding)
+    rotation = linalg.class_rotation(mean.shape[1], mean.device)
+    return JointLogits.from_root(mean, linalg.root_of_sum(factor.joint_halves(derivative, rotation)), rounding)

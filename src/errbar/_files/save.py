@@ -1,0 +1,43 @@
+"""Information and posteriors written to files: what `Information.save` and `Posterior.save` do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from errbar._base.container import write
+from errbar._curvature.structure import Description
+from errbar._files.task import checked_classes, information_record
+from errbar._posterior.information import Information
+from errbar._posterior.posterior import Posterior
+
+
+def save_information(information: Information, path: str | os.PathLike[str], classes: Sequence[str] | None) -> None:
+    write(path, "information", *information_record(information, checked_classes(classes, information.n_classes)))
+
+
+def save_posterior(
+    posterior: Posterior, path: str | os.PathLike[str], classes: Sequence[str] | None, *, factors: bool
+) -> None:
+    information, precision = posterior.information, posterior.prior.precision
+    description, tensors = information_record(information, checked_classes(classes, information.n_classes))
+    small: Description | None = None
+    if factors:
+        small, arrays = posterior.factor.written()
+        tensors |= arrays
+    if isinstance(precision, Tensor):
+        tensors["prior"] = precision
+    description |= {
+        "prior": {"entries": len(precision)} if isinstance(precision, Tensor) else _as_json(precision),
+        "temperature": posterior.temperature,
+        "covariance_scale": posterior.covariance_scale,
+        "factor": small,
+    }
+    write(path, "posterior", description, tensors)
+
+
+def _as_json(precision: float | Mapping[str, float]) -> dict[str, Any]:
+    return {"modules": dict(precision)} if isinstance(precision, Mapping) else {"value": precision}
