@@ -280,8 +280,7 @@ def planned_batches(rank: int, world: int) -> Values:
     """How many samples a batch has, for what is said of memory, on a rank without data too."""
     mine = [samples(30 + rank, seed=rank)] if rank < max(1, world - 1) else []
     information = errbar.collect(network(), mine, last_layers=1)
-    way: Any = information.task.way
-    return {"size": way.request.batch}
+    return {"size": information.task.batch_size}
 
 
 CASES: dict[str, Callable[[int, int], Values]] = {

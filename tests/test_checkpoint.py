@@ -181,7 +181,7 @@ def test_a_checkpoint_of_other_options_is_refused(options: dict[str, Any], messa
 
 
 def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
-    for rank, message in ((4, None), (5, "layers or rank")):
+    for rank, message in ((4, None), (5, "other rank")):
         options: dict[str, Any] = {"parameters": "all", "structure": "lowrank", "rank": rank}
         if message is None:
             errbar.collect(network(), stream(), checkpoint=tmp_path / "file", **options)

@@ -319,7 +319,7 @@ def require_derivatives(model: nn.Module, **selected: Any) -> None:
     x = normal(9, 5, dtype=torch.float64)
     posterior = errbar.fit(model, [x], **selected)
     task = posterior.information.task
-    layers = task.way.route.layers
+    layers = task.route.layers
     chain = chained(task.network, layers, Sample.of(Batch((x,))))
     output, values = chain(x)
     torch.testing.assert_close(output, model(x))

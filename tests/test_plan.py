@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from errbar._planning.costs import cost
 from torch import Tensor, nn
 
 import errbar
 from errbar._base import linalg
 from errbar._base.memory import available_bytes
+from errbar._curvature import per_class
 from errbar._curvature.layout import layout_of
+from errbar._curvature.registry import structure_called
 from errbar._curvature.workload import LayerSize, Workload
 from errbar._derivative.inspection import inspect
 from errbar._model.batch import Batch
@@ -272,10 +273,10 @@ def test_more_of_anything_never_costs_less(structure: str) -> None:
         dataclasses.replace(small, batch=256),
         dataclasses.replace(small, draws=100_000),
     ]
-    least = cost(structure, small)  # type: ignore[arg-type]
+    least = structure_called(structure).cost(small)
     assert 0 < least.posterior_bytes <= min(least.fit_bytes, least.predict_bytes)
     for work in larger:
-        more = cost(structure, work)  # type: ignore[arg-type]
+        more = structure_called(structure).cost(work)
         assert more.posterior_bytes >= least.posterior_bytes
         assert more.fit_bytes >= least.fit_bytes
         assert more.predict_bytes >= least.predict_bytes
@@ -294,16 +295,16 @@ def test_a_norm_among_the_layers_takes_jacobians() -> None:
 )
 @pytest.mark.parametrize("fisher", ["ggn", "eta"])
 def test_the_plan_sees_the_route_that_the_fit_takes(model: nn.Module, fisher: str) -> None:
-    from errbar._posterior.differentiate import ByDerivative
-
     x = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     for layers in (1, 2):
-        way = errbar.collect(model, [x], last_layers=layers, fisher=fisher).task.way
-        assert isinstance(way, ByDerivative)
-        work = way.request.workload(way.selection)
-        assert work.is_factored == way.route.factored
-        assert work.is_per_class == way.is_per_class
-        assert work.n == way.selection.n_parameters
+        task = errbar.collect(model, [x], last_layers=layers, fisher=fisher).task
+        assert task.layout is not None
+        assert task.route is not None
+        sizes = {"batch": task.batch_size, "fisher": task.fisher, "dtype": task.dtype, "rank": 1}
+        work = task.layout.workload(task.selection, **sizes)
+        assert work.is_factored == task.route.factored
+        assert work.is_per_class == per_class.suits(task.fisher, returns_logits=task.route.identity)
+        assert work.n == task.selection.n_parameters
 
 
 def test_a_cholesky_factor_in_place_is_the_same_and_says_when_there_is_none() -> None:

@@ -111,8 +111,7 @@ CASES = {
 def generic(information: Information, data: list[tuple[Tensor, Tensor]]) -> Information:
     """The same information by generic Jacobians."""
     by_layer = LayerwiseRoute.of(information.selection, information.task.n_classes, ())
-    way = replace(information.task.way, route=Route((), by_layer=by_layer))
-    task = replace(information.task, way=way)
+    task = replace(information.task, route=Route((), by_layer=by_layer))
     return accumulate(task, batches(data))
 
 
@@ -131,7 +130,7 @@ def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fast_path_is_taken(case: str, fisher: str, no_jacobians: None) -> None:
     make, shape, select = CASES[case]
     information = errbar.collect(seeded(make), [draw(9, *shape)], fisher=fisher, **select)
-    assert information.task.way.route.factored
+    assert information.task.route.factored
     posterior = errbar.condition(information, errbar.Prior(2.0))
     posterior.predict(draw(4, *shape, seed=2))
     posterior.joint_logits(draw(3, *shape, seed=3))
@@ -176,8 +175,8 @@ def test_many_tokens_take_the_summed_gradient() -> None:
     model = seeded(TokenHead)
     data = [(draw(6, 12, 4), torch.arange(6) % 5)]
     fast = errbar.collect(model, data, last_layers=2)
-    assert not fast.task.way.route.factored
-    assert len(fast.task.way.route.by_layer.layers) == 2
+    assert not fast.task.route.factored
+    assert len(fast.task.route.by_layer.layers) == 2
     slow = generic(fast, data)
     assert (fast.dense() - slow.dense()).abs().max() < 1e-12 * slow.dense().abs().max()
 
@@ -188,7 +187,7 @@ def test_other_layers_beside_linear_ones_take_generic_jacobians_for_themselves_o
     model.norm.register_parameter("twin", model.norm.bias)
     data = [(draw(6, 5), torch.arange(6) % 3)]
     fast = errbar.collect(model, data, parameters=["first", "norm", "last"])
-    assert fast.task.way.route.by_layer.rest.names == ("norm.bias",)
+    assert fast.task.route.by_layer.rest.names == ("norm.bias",)
     slow = generic(fast, data)
     assert (fast.dense() - slow.dense()).abs().max() < 1e-12 * slow.dense().abs().max()
 
@@ -203,7 +202,7 @@ def test_a_weight_that_is_used_elsewhere_too_is_not_taken_for_a_plain_layer() ->
             return self.last(x) / self.last.weight.norm()
 
     information = errbar.collect(seeded(Normalised), [draw(4, 5)], last_layers=1)
-    assert not information.task.way.route.layers
+    assert not information.task.route.layers
 
 
 @pytest.mark.parametrize("make", [mlp, without_bias])
