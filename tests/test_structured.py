@@ -18,7 +18,8 @@ from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.route import Route
 from errbar._distributions.logits import DiagonalLogitGaussian
 from errbar._model.batch import batches
-from errbar._posterior.information import Information, accumulate
+from errbar._posterior.collect import accumulate
+from errbar._posterior.information import Information
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
