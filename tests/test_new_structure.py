@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class MultipleSum:
     def is_positive_semidefinite(self, tolerance: float) -> bool:
         return float(self.c) >= -tolerance
 
+    def is_zero(self) -> bool:
+        return float(self.c) == 0
+
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> MultipleFactor:
         return MultipleFactor(self.c + prior_precision[:1], self.n)
 
@@ -88,11 +91,8 @@ class MultipleFactor(Refactorised):
         jacobian = derivative.jacobian()
         return LogitGaussian.trusted(mean, jacobian @ jacobian.mT / self.precision.to(jacobian.dtype))
 
-    def joint_covariance(self, derivative: Any) -> Float[Tensor, "C M C M"]:
-        jacobian = derivative.jacobian().double()
-        flat = jacobian.flatten(0, 1)
-        frames, classes = jacobian.shape[:2]
-        return (flat @ flat.T / self.precision).reshape(frames, classes, frames, classes)
+    def joint_halves(self, derivative: Any, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM n"]]:
+        yield derivative.of_rotated(rotation).jacobian().flatten(0, 1) * self.precision.rsqrt()
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         return normal * self.precision.rsqrt()
