@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import errbar
-from errbar._posterior import differentiate
+from errbar._curvature import structure as structures
 
 # The first counterexample says enough; shrinking it would take longer than all the tests.
 law = settings(deadline=None, derandomize=True, max_examples=15, database=None, phases=(Phase.explicit, Phase.generate))
@@ -578,7 +578,7 @@ def test_frames_too_many_for_a_root_are_fused_by_their_covariance(
         p.model, [p.x[:200]], last_layers=1, fisher=fisher, structure=structure, prior=errbar.Prior(1e-3)
     )
     by_root = posterior.joint_logits(p.x[200:])
-    monkeypatch.setattr(differentiate, "ROOT_NUMBERS", 0)
+    monkeypatch.setattr(structures, "ROOT_NUMBERS", 0)
     by_covariance = posterior.joint_logits(p.x[200:])
     assert by_root.contrast_root is not None
     assert by_covariance.contrast_root is None
