@@ -179,9 +179,7 @@ def test_it_fits_predicts_and_equals_the_closed_form() -> None:
 
 def test_it_adds_forgets_and_discounts() -> None:
     model, x, _ = problem()
-    first, second = (
-        errbar.collect(model, [part], parameters="all", structure="multiple") for part in (x[:12], x[12:])
-    )
+    first, second = (errbar.collect(model, [part], parameters="all", structure="multiple") for part in (x[:12], x[12:]))
     whole = (first + second).dense()
     torch.testing.assert_close(whole[0, 0], torch.tensor(closed_form(model, x)).double(), rtol=1e-6, atol=0)
     torch.testing.assert_close((first + second - second).dense(), first.dense(), rtol=1e-10, atol=0)

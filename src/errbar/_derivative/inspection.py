@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from errbar._curvature.fisher import Fisher
 from errbar._derivative.full import RANDOM_IN_EVAL
 from errbar._model.batch import Batch
 from errbar._model.network import Network, as_logits, replicate, run
@@ -69,7 +68,7 @@ class Inspection:
     ending: str
     graphs: tuple[_Graph, ...]
 
-    def require_gauge(self, fisher: Fisher) -> None:
+    def require_gauge(self, fisher: str) -> None:
         """`eta` is another matrix for log-probabilities than for the logits that they were made of."""
         if fisher == "eta" and self.ending == "LogSoftmax":
             raise ModelError(
