@@ -366,6 +366,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
+def test_contributing_shows_the_tree_that_is_there() -> None:
+    text = (SOURCE.parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = text.split("```text\n")[1].split("```")[0]
+    shown: dict[str, set[str]] = {}
+    package = ""
+    for line in tree.splitlines():
+        package = line[:18].strip() or package
+        if package.endswith("/"):
+            shown.setdefault(package[:-1], set()).update(name for name in line[18:].replace(",", " ").split())
+    there: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if "." in name and path.name != "__init__.py":
+            there.setdefault(package_of(name), set()).add(name.partition(".")[2])
+    assert shown == there
+
+
 def test_only_one_module_calls_torch_linalg() -> None:
     for name, path in MODULES.items():
         uses = [
