@@ -43,7 +43,6 @@ def only(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Let the machine have so many bytes."""
     monkeypatch.setattr("errbar._base.memory.available_bytes", lambda device: size)
     monkeypatch.setattr("errbar._planning.choice.available_bytes", lambda device: size)
-    monkeypatch.setattr("errbar._posterior.differentiate.available_bytes", lambda device: size)
 
 
 def tempered() -> nn.Module:

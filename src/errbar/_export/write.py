@@ -195,7 +195,8 @@ def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
         return route.layers, route.identity
     if route is not None and route.by_layer is not None and not len(route.by_layer.rest_spans):
         layers = route.by_layer.layers
-        if all(layer.patches is None for layer in layers):
+        used_once = route.by_layer.inner_size == sum(layer.width for layer in layers)
+        if used_once and all(layer.patches is None for layer in layers):
             return layers, len(layers) == 1 and route.by_layer.outer_size == 0
     raise ExportError(
         f"The posterior is about {', '.join(task.selection.names[:4])}{' …' if len(task.selection.names) > 4 else ''} "
