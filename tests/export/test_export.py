@@ -28,6 +28,7 @@ from errbar._export.chain import Sample, chained
 from errbar._export.graph import cholesky
 from errbar._export.write import ExportRequest, checked_thresholds, graph_of
 from errbar._model.batch import Batch
+from places import ROOT
 
 NAMES = ["pmf", "std", "covariance", "logits", "logit_covariance", "risk"]
 THRESHOLDS = (0.05, 0.5)
@@ -528,7 +529,7 @@ def test_a_file_holds_neither_the_example_nor_where_it_was_made(files: Files, en
     content = files(ending).read_bytes()
     assert files.example.numpy().tobytes() not in content
     assert files.example[0].numpy().tobytes() not in content
-    for place in (Path(errbar.__file__).parent, Path(__file__).parent, files.folder):
+    for place in (Path(errbar.__file__).parent, ROOT, files.folder):
         assert str(place).encode() not in content
 
 

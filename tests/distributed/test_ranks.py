@@ -25,18 +25,18 @@ import ranks_worker
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
+from places import ROOT, SUPPORT
 
 # A job of one takes the same way as no job.
 WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, 3]
 SEVERAL = [2, 3]
 # Sums of float64 numbers in another order; products of float32 numbers in other blocks.
 ROUNDING, FLOAT32_ROUNDING = 1e-9, 1e-6
-HERE = Path(__file__).parent
 
 
 def environment() -> dict[str, str]:
     source = str(Path(errbar.__file__).parent.parent)
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(HERE)])}
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(SUPPORT)])}
 
 
 def torchrun(world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
         with (output / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not all(file.exists() for file in files):
-                run = torchrun(world, str(HERE / "ranks_worker.py"), str(output))
+                run = torchrun(world, str(SUPPORT / "ranks_worker.py"), str(output))
                 assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-12000:]
         return [torch.load(file) for file in files]
 
@@ -368,7 +368,7 @@ def test_the_triangle_of_a_symmetric_matrix_is_enough(size: int, monkeypatch: py
 
 
 def test_the_example_runs_under_torchrun_and_says_what_one_process_says(capsys: pytest.CaptureFixture[str]) -> None:
-    script = str(HERE.parent / "examples" / "ranks.py")
+    script = str(ROOT / "examples" / "ranks.py")
     with torch.random.fork_rng(devices=[]):
         runpy.run_path(script, run_name="__main__")
     alone = capsys.readouterr().out.splitlines()

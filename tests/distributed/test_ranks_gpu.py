@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_ranks import ROUNDING, assert_close, assert_same_bits, torchrun
 
 import ranks_worker
-from test_ranks import ROUNDING, assert_close, assert_same_bits, torchrun
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Reads mutated files, in a process whose memory is limited: `python tests/fuzz_files.py COUNT SEED FOLDER`.
+"""Reads mutated files, in a process whose memory is limited: `python tests/support/fuzz_files.py COUNT SEED FOLDER`.
 
 Prints one JSON object: how many files were refused, how many read, and what went wrong: an exception that is no
 `ErrbarError`, damage that was not noticed, or a file that took longer than a few seconds. A file that asks for more
@@ -21,6 +21,7 @@ import torch
 import errbar
 import make_format_files
 import mutations
+from places import FORMAT_FILES
 
 _ALLOWED_BYTES = 192 * 2**20
 _SLOW_SECONDS = 5.0
@@ -33,7 +34,7 @@ def limit_memory() -> None:
 
 def originals(folder: Path) -> dict[str, bytes]:
     """Whole files of every kind: those of `make_format_files`, such without factors, other priors, a checkpoint."""
-    found = {path.name: path.read_bytes() for path in sorted(make_format_files.FOLDER.glob("*.safetensors"))}
+    found = {path.name: path.read_bytes() for path in sorted(FORMAT_FILES.glob("*.safetensors"))}
     path = folder / "original.safetensors"
     for name in make_format_files.OPTIONS:
         posterior = make_format_files.posterior(name)

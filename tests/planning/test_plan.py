@@ -27,8 +27,8 @@ from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar.experiments.resnet import cifar_resnet
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 STRUCTURES = ("dense", "block", "kron", "lowrank", "diag")
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+from places import ROOT
+
+TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
 
 
@@ -52,7 +53,7 @@ def test_every_test_that_the_equations_name_exists() -> None:
     assert len(named) > 20
     assert sorted(name for name in named if f"def {name}(" not in TESTS) == []
     files = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "docs" / "equations.md").read_text()))
-    assert sorted(name for name in files if not (ROOT / "tests" / name).exists()) == []
+    assert sorted(name for name in files if not [*(ROOT / "tests").rglob(name)]) == []
 
 
 @pytest.mark.parametrize("document", ["equations.md", "notation.md"])

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ import torch
 
 import errbar
 from errbar.experiments import coverage as study
+from places import ROOT
 
-SAVED = Path(__file__).parent.parent / "docs" / "results" / "coverage.json"
+SAVED = ROOT / "docs" / "results" / "coverage.json"
 LEVELS = ("0.5", "0.8", "0.95")
 each_level = pytest.mark.parametrize("level", LEVELS)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_serve_command import started
 
 import errbar
 from command_line import Workspace
-from test_serve_command import started
 
 SECONDS = float(os.environ.get("ERRBAR_OVERLOAD_SECONDS", "600"))
 CLIENTS = 48

@@ -26,6 +26,7 @@ import make_format_files
 from errbar._base import container
 from errbar.cli import main
 from mutations import sealed
+from places import FORMAT_FILES
 
 FLOAT64 = torch.float64
 
@@ -249,7 +250,7 @@ def test_the_model_is_looked_at_by_its_weights_wherever_it_is_wrapped(tmp_path: 
 @pytest.mark.parametrize("name", make_format_files.OPTIONS)
 @pytest.mark.parametrize("number", range(1, container.FORMAT + 1))
 def test_files_of_every_format_keep_loading(name: str, number: int) -> None:
-    path = make_format_files.FOLDER / f"format-{number}-{name}.safetensors"
+    path = FORMAT_FILES / f"format-{number}-{name}.safetensors"
     assert path.stat().st_size < 20_000
     model = make_format_files.model()
     loaded, expected = errbar.load(path, model, classes=make_format_files.CLASSES), make_format_files.posterior(name)
@@ -567,7 +568,7 @@ def test_a_description_is_what_was_saved(tmp_path: Path) -> None:
 def test_the_commands_info_and_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = make_format_files.FOLDER / "format-1-dense.safetensors"
+    path = FORMAT_FILES / "format-1-dense.safetensors"
     result = CliRunner().invoke(main.application(), ["info", str(path)])
     assert result.exit_code == 0
     assert "kind              posterior\n" in result.output

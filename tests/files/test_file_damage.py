@@ -26,15 +26,14 @@ from errbar._base import atomic, container
 from errbar.experiments import runs, store
 from errbar.plots.curves import new_figure, write_figure
 from mutations import sealed
-
-HERE = Path(__file__).parent
+from places import FORMAT_FILES, SUPPORT
 
 
 def script(name: str, *arguments: object) -> dict[str, Any]:
     """Run a script of this folder in a process of its own, and read what it prints."""
     source = str(Path(errbar.__file__).parent.parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(HERE)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / name), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -72,7 +71,7 @@ def test_mutated_files_are_refused_with_an_error_of_ours_and_without_memory(coun
 
 def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    data = (make_format_files.FOLDER / "format-1-diag.safetensors").read_bytes()
+    data = (FORMAT_FILES / "format-1-diag.safetensors").read_bytes()
     for position in range(0, len(data), 7):
         changed = bytearray(data)
         changed[position] ^= 1 << position % 8

@@ -1,20 +1,18 @@
 """Makes the small files in tests/files that `test_files.py` reads: one for each structure, in the format of today.
 
-Run it once for each new format, `python tests/make_format_files.py`, and never again for an old one: that files of old
-formats keep loading is what they are for. Weights and data are exact in binary, so every machine makes the same.
+Run it once for each new format, `python tests/support/make_format_files.py`, and never again for an old one: that files
+of old formats keep loading is what they are for. Weights and data are exact in binary, so every machine makes the same.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import errbar
 from errbar._base.container import FORMAT
+from places import FORMAT_FILES
 
-FOLDER = Path(__file__).parent / "files"
 OPTIONS = {
     "dense": {"last_layers": 2},
     "per-class": {"last_layers": 1, "fisher": "eta"},
@@ -50,9 +48,9 @@ def posterior(name: str) -> errbar.Posterior:
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
+    FORMAT_FILES.mkdir(exist_ok=True)
     for name in OPTIONS:
-        posterior(name).save(FOLDER / f"format-{FORMAT}-{name}.safetensors", factors=True, classes=CLASSES)
+        posterior(name).save(FORMAT_FILES / f"format-{FORMAT}-{name}.safetensors", factors=True, classes=CLASSES)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT
+
 sys.path.insert(0, str(ROOT / "website"))
 
-import check  # noqa: E402 - tools of the site, not of the package
-import pages  # noqa: E402
+import check
+import pages
 
 # Blocks that are marked "not run: …", page by page.
 NOT_RUN = {"coming-from-laplace-torch.md": 1, "quickstart.md": 1}

@@ -15,15 +15,14 @@ import torch
 import checkpoint_worker
 import errbar
 import ranks_worker
-
-HERE = Path(__file__).parent
+from places import SUPPORT
 
 
 def ranks(world: int, folder: Path, structure: str, when: int | None = None) -> tuple[list[int], list[dict[str, Any]]]:
     """What the ranks of a job returned, and what those found that were not killed."""
     source = str(Path(errbar.__file__).parents[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(HERE)])}
-    command = [sys.executable, str(HERE / "checkpoint_worker.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(SUPPORT)])}
+    command = [sys.executable, str(SUPPORT / "checkpoint_worker.py")]
     last = [] if when is None else [str(when)]
     for old in folder.glob("*.pt"):
         old.unlink()

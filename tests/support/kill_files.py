@@ -1,4 +1,4 @@
-"""Kills processes that save or fit, at random moments: `python tests/kill_files.py save|fit COUNT SEED FOLDER`.
+"""Kills processes that save or fit, at random moments: `python tests/support/kill_files.py save|fit COUNT SEED FOLDER`.
 
 Each victim is a fork of this process, so that none of them has to import anything, and is killed by its own id. Prints
 one JSON object: how many were killed, how many came to the end, and what went wrong.

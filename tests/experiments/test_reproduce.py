@@ -17,8 +17,7 @@ from errbar.errors import ArgumentError
 from errbar.experiments import evaluation, problems, reproduce, runs, shifts, store, tables
 from errbar.experiments.methods import Method, Outcome
 from errbar.experiments.problem import Samples, halves
-
-ROOT = Path(__file__).parent.parent
+from places import ROOT
 
 
 @pytest.fixture(scope="module")

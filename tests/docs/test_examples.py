@@ -7,14 +7,14 @@ import re
 import runpy
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import errbar
+from places import ROOT
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.filterwarnings("ignore::errbar.CalibrationWarning")
