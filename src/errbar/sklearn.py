@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import errbar
-from errbar._distributions.prediction import require_samples
+from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch
 from errbar._model.network import as_logits, run
 from errbar.errors import ArgumentError, DataError, LabelError, MissingExtraError, ModelError, how_to_install

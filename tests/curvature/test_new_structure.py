@@ -25,6 +25,7 @@ from errbar._curvature.structure import Refactorised, Structure, Summand
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload
 from errbar._distributed.team import Team
+from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 
 LAMBDA = 3.0
@@ -89,7 +90,7 @@ class MultipleFactor(Refactorised):
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Any) -> LogitGaussian:
         jacobian = derivative.jacobian()
-        return LogitGaussian.trusted(mean, jacobian @ jacobian.mT / self.precision.to(jacobian.dtype))
+        return LogitGaussian(mean, FullCovariance(jacobian @ jacobian.mT / self.precision.to(jacobian.dtype)))
 
     def joint_halves(self, derivative: Any, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM n"]]:
         yield derivative.of_rotated(rotation).jacobian().flatten(0, 1) * self.precision.rsqrt()

@@ -16,7 +16,7 @@ from errbar._curvature import banded
 from errbar._curvature.per_class import PerClassSum
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.route import Route
-from errbar._distributions.logits import DiagonalLogitGaussian
+from errbar._distributions.covariance import DiagonalCovariance
 from errbar._model.batch import batches
 from errbar._posterior.collect import accumulate
 from errbar._posterior.information import Information
@@ -213,7 +213,7 @@ def test_a_last_layer_alone_with_eta_keeps_one_matrix_for_each_class(make: Calla
     posterior = errbar.fit(model, data, last_layers=1, fisher="eta", prior=errbar.Prior(1.5))
     assert isinstance(posterior.information.total, PerClassSum)
     gaussian = posterior.logits(x)
-    assert isinstance(gaussian, DiagonalLogitGaussian)
+    assert isinstance(gaussian.form, DiagonalCovariance)
     reference = errbar.condition(generic_dense(posterior.information, data), errbar.Prior(1.5))
     torch.testing.assert_close(posterior.covariance(), reference.covariance(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gaussian.covariance, reference.logits(x).covariance, rtol=1e-10, atol=1e-12)
@@ -236,7 +236,7 @@ def test_samples_of_independent_logits_have_their_moments() -> None:
     """The diagonal form draws each logit; the dense form draws contrasts: the PMFs agree within Monte Carlo error."""
     K = 40_000
     mean, variance = draw(5, 4), draw(5, 4, seed=2).square()
-    diagonal = DiagonalLogitGaussian.of(mean, variance).predict(K, seed=1)
+    diagonal = errbar.LogitGaussian(mean, DiagonalCovariance(variance)).predict(K, seed=1)
     dense = errbar.LogitGaussian(mean, torch.diag_embed(variance)).predict(K, seed=2)
     error = 4 * (diagonal.standard_error.square() + dense.standard_error.square()).sqrt()
     assert ((diagonal.pmf - dense.pmf).abs() < error + 1e-12).all()

@@ -28,8 +28,9 @@ from errbar._derivative.full import jacobians
 from errbar._derivative.inspection import inspect
 from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar._derivative.route import Derivative, Route, differentiate
-from errbar._distributions.factored import FactoredLogitGaussian
-from errbar._distributions.logits import DiagonalLogitGaussian, JointLogits
+from errbar._distributions.covariance import DiagonalCovariance, FactoredCovariance
+from errbar._distributions.logits import JointLogits
+from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, to_batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
@@ -501,9 +502,9 @@ def no_class_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("a matrix of classes by classes was made for an input")
 
-    monkeypatch.setattr(DiagonalLogitGaussian, "covariance", property(forbidden))
-    monkeypatch.setattr(FactoredLogitGaussian, "covariance", property(forbidden))
-    monkeypatch.setattr(FactoredLogitGaussian, "sampling_root", forbidden)
+    monkeypatch.setattr(DiagonalCovariance, "matrix", forbidden)
+    monkeypatch.setattr(FactoredCovariance, "matrix", forbidden)
+    monkeypatch.setattr(SamplingRoot, "whole", forbidden)
     monkeypatch.setattr("errbar._derivative.shared.torch.diag_embed", forbidden)
 
 
@@ -545,7 +546,7 @@ def test_many_classes_are_calibrated_without_matrices_of_classes(
 def test_the_factored_form_is_the_gaussian_that_it_stands_for() -> None:
     K = 40_000
     mean, basis, weights = draw(4, 3), draw(3, 3, seed=2), draw(4, 3, seed=3).square()
-    factored = FactoredLogitGaussian.of(mean, basis, weights)
+    factored = errbar.LogitGaussian(mean, FactoredCovariance(basis, weights))
     dense = errbar.LogitGaussian(mean, basis @ torch.diag_embed(weights) @ basis.T)
     close(factored.covariance, dense.covariance, 1e-12)
     close(factored.variance, dense.variance, 1e-12)
@@ -559,15 +560,18 @@ def test_the_factored_form_is_the_gaussian_that_it_stands_for() -> None:
         lambda g: g.centered(),
     ):
         ours, truth = change(factored), change(dense)
-        assert isinstance(ours, FactoredLogitGaussian)
+        assert isinstance(ours.form, FactoredCovariance)
         close(ours.mean, truth.mean, 1e-12)
         close(ours.covariance, truth.covariance, 1e-12)
-    joined = FactoredLogitGaussian.joined([factored, factored[1:]])
+    joined = errbar.LogitGaussian.concatenated([factored, factored[1:]])
+    assert isinstance(joined.form, FactoredCovariance)
     close(joined.covariance[4:], dense.covariance[1:], 1e-12)
     rotation = torch.linalg.qr(draw(3, 3, seed=4))[0]
-    for same in (factored, FactoredLogitGaussian.of(mean, basis, weights, rotation)):
-        root, jitter = same.sampling_root()
+    for same in (factored.form, FactoredCovariance(basis, weights, rotation)):
+        sampling_root, jitter = same.sampling_root(FLOAT64)
+        root = sampling_root.whole()
         close(root @ root.mT, dense.centered().covariance, 1e-12)
+        close(sampling_root.squares(), root.square().sum((1, 2)), 1e-12)
         assert jitter == 0.0
     ours, truth = factored.predict(K, seed=1), dense.predict(K, seed=2)
     error = 4 * (ours.standard_error.square() + truth.standard_error.square()).sqrt()
@@ -582,17 +586,18 @@ def test_samples_do_not_depend_on_which_eigenvectors_were_found() -> None:
     weights[:, 2:] = weights[:, 2:3]
     turned = Q * torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=FLOAT64)
     turned[:, 2:] = turned[:, 2:] @ torch.linalg.qr(draw(2, 2, seed=4))[0]
-    one, other = (FactoredLogitGaussian.of(mean, basis, weights, basis.T) for basis in (Q, turned))
+    one, other = (errbar.LogitGaussian(mean, FactoredCovariance(basis, weights, basis.T)) for basis in (Q, turned))
     close(one.predict(50).pmf, other.predict(50).pmf, 1e-12)
-    close(one.sampling_root()[0], other.sampling_root()[0], 1e-12)
+    close(one.sampling_root().whole(), other.sampling_root().whole(), 1e-12)
 
 
 def test_a_common_shift_of_great_variance_does_not_blur_the_samples() -> None:
     """Softmax ignores the shift; in float32 its draws must not swallow the contrasts."""
     basis = torch.linalg.qr(torch.cat([torch.ones(4, 1, dtype=FLOAT64), draw(4, 3)], 1))[0]
     mean, weights = draw(2, 4), torch.tensor([[1e10, 1.0, 0.5, 0.1]], dtype=FLOAT64).expand(2, 4)
-    exact = FactoredLogitGaussian.of(mean, basis, weights).predict(200).pmf
-    close(FactoredLogitGaussian.of(mean.float(), basis, weights.float()).predict(200).pmf.double(), exact, 1e-5)
+    form = FactoredCovariance(basis, weights)
+    exact = errbar.LogitGaussian(mean, form).predict(200).pmf
+    close(errbar.LogitGaussian(mean.float(), form.to(torch.float32)).predict(200).pmf.double(), exact, 1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

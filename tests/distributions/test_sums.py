@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import errbar
 import oracle
-from errbar._distributions.factored import FactoredLogitGaussian
-from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
-from errbar._distributions.prediction import GaussianSampler, GivenSampler
+from errbar._distributions.covariance import DiagonalCovariance, FactoredCovariance, FullCovariance
+from errbar._distributions.logits import LogitGaussian
+from errbar._distributions.sampling import GaussianSampler, GivenSampler
 
 FORMS = ["full", "diagonal", "factored"]
 
@@ -29,17 +29,18 @@ def gaussian(
     basis = torch.linalg.qr(half[0])[0]
     weights = spread**2 * torch.rand(rows, classes, generator=generator, dtype=torch.float64)
     if form == "full":
-        return LogitGaussian.trusted(mean.to(dtype), (half @ half.mT).to(dtype))
+        return LogitGaussian(mean.to(dtype), FullCovariance((half @ half.mT).to(dtype)))
     if form == "diagonal":
-        return DiagonalLogitGaussian.of(mean.to(dtype), weights.to(dtype))
-    return FactoredLogitGaussian.of(mean.to(dtype), basis.to(dtype), weights.to(dtype), basis.T.to(dtype))
+        return LogitGaussian(mean.to(dtype), DiagonalCovariance(weights.to(dtype)))
+    form = FactoredCovariance(basis.to(dtype), weights.to(dtype), basis.T.to(dtype))
+    return LogitGaussian(mean.to(dtype), form)
 
 
 def float64_samples(prediction: errbar.Prediction, row: int) -> np.ndarray:
     """f⁽ᵏ⁾ (K, M) of the same draws, all in float64."""
     sampler = prediction.sampler
     assert isinstance(sampler, GaussianSampler)
-    root, normal = sampler.root[row].double(), sampler.normal.double()
+    root, normal = sampler.root.values[row].double(), sampler.normal.double()
     spread = root[:, None] * normal if root.ndim == 1 else root @ normal
     logits = spread + sampler.mean[row].double()[:, None]
     return np.asarray(torch.softmax(logits, 0).T.numpy())
@@ -119,7 +120,7 @@ def test_small_probabilities_keep_their_digits() -> None:
     """A class that is likely at ĝ and hardly ever among the draws: f̂ is far below softmax(ĝ)."""
     variance = torch.full((1, 300), 900.0)
     variance[:, 0] = 0
-    prediction = DiagonalLogitGaussian.of(torch.zeros(1, 300), variance).predict(1000)
+    prediction = LogitGaussian(torch.zeros(1, 300), DiagonalCovariance(variance)).predict(1000)
     expected = oracle.pmf(float64_samples(prediction, 0))
     assert expected[0] < 1e-12
     np.testing.assert_allclose(prediction.pmf[0].double().numpy(), expected, rtol=1e-4)

@@ -16,7 +16,7 @@ from scipy import integrate, special, stats
 from torch import Tensor, nn
 
 import errbar
-from errbar._distributions.prediction import GivenSampler
+from errbar._distributions.sampling import GivenSampler
 from errbar._monitor.label_statistics import Tally, stitched_boundary
 from errbar._monitor.martingales import (
     SCORE_CELLS,

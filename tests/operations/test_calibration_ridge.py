@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import errbar
+from errbar._distributions.sampling import SamplingRoot
 from errbar._operations import calibrate
 from errbar.experiments import coverage as study
 
@@ -258,7 +259,7 @@ def test_an_improbable_label_is_a_finite_loss_with_exact_slopes() -> None:
     """By log-probabilities and central differences, where a probability would be zero in either dtype."""
     mean = torch.tensor([[3000.0, -3000.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
     root = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    held_out = calibrate._HeldOut(mean, root, torch.tensor([1, 0]))
+    held_out = calibrate._HeldOut(mean, SamplingRoot(root), torch.tensor([1, 0]))
     normal = held_out.draws(50, 0)
     value, slopes = held_out.log_likelihood(0.7, 2.0, normal, BOTH)
     assert float(value[0]) == pytest.approx(-6000 / 0.7, rel=1e-2)

@@ -15,7 +15,7 @@ from scipy import integrate, stats
 from torch import Tensor
 
 import errbar
-from errbar._distributions.prediction import GivenSampler
+from errbar._distributions.sampling import GivenSampler
 from errbar._operations.decisions import _running_p_values, error_bound
 
 SCORES = ["aps", "lac"]

@@ -47,6 +47,7 @@ from errbar._derivative.route import Derivative
 from errbar._derivative.shared import Spans
 from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
+from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.selection import Selection, owner
 from errbar.errors import DamagedFileError
@@ -190,7 +191,7 @@ class BlockFactor(Refactorised):
         """N(ĝ, P^g), P^g = Σ_l J_l P_l J_lᵀ."""
         parts = zip(self.blocks, self.factors, strict=True)
         covariance = sum(factor.gaussian(mean, block.restricted(derivative)).covariance for block, factor in parts)
-        return LogitGaussian.trusted(mean, linalg.symmetric(torch.as_tensor(covariance)))
+        return LogitGaussian(mean, FullCovariance(linalg.symmetric(torch.as_tensor(covariance))))
 
     def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
         """W_l of each block, with Σ_l W_l W_lᵀ = QᵀR Q."""

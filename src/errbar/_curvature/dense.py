@@ -47,6 +47,7 @@ from errbar._derivative.route import Derivative
 from errbar._derivative.trace import LinearLayer, LinearTerm
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.team import Team
+from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar.errors import DamagedFileError
 
@@ -366,7 +367,7 @@ class DenseFactor:
             covariance = self._from_jacobian(derivative.jacobian())
         else:
             covariance = self._from_factors(derivative.terms)
-        return LogitGaussian.trusted(mean, covariance)
+        return LogitGaussian(mean, FullCovariance(covariance))
 
     def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
         """W = QᵀJ lower⁻ᵀ of all frames, with W Wᵀ = QᵀR Q; where there is P alone, the precision is factorised."""

@@ -49,7 +49,8 @@ from errbar._derivative.route import Derivative
 from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_, shared_terms
 from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
-from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
+from errbar._distributions.covariance import DiagonalCovariance, FullCovariance
+from errbar._distributions.logits import LogitGaussian
 from errbar._model.batch import Batch
 from errbar.errors import CovarianceError
 
@@ -184,12 +185,13 @@ class DiagonalFactor(Refactorised):
         parts = _by_layer(derivative)
         factors, rest = parts.terms, parts.explicit
         if len(factors) == 1 and factors[0].outer is None and not len(parts.rest):
-            return DiagonalLogitGaussian.of(mean, factors[0].output_variance(self._variances(factors[0])))
+            variance = factors[0].output_variance(self._variances(factors[0]))
+            return LogitGaussian(mean, DiagonalCovariance(variance))
         terms = [factor.covariance(self._variances(factor)) for factor in factors]
         if len(parts.rest):
             half = rest * parts.rest.take(self.precision).rsqrt().to(rest.dtype)
             terms.append(half @ half.mT)
-        return LogitGaussian.trusted(mean, torch.as_tensor(sum(terms)))
+        return LogitGaussian(mean, FullCovariance(torch.as_tensor(sum(terms))))
 
     def joint_halves(
         self, derivative: Derivative | LayerwiseDerivative, rotation: Float[Tensor, "M M"]

@@ -24,7 +24,7 @@ from errbar._curvature.structure import Description, IndependentVariances, Refac
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_
 from errbar._derivative.trace import LinearLayer
-from errbar._distributions.factored import FactoredLogitGaussian
+from errbar._distributions.covariance import FactoredCovariance, FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar.errors import DamagedFileError
 
@@ -105,12 +105,12 @@ class KroneckerFactor(Refactorised):
         if len(bases) == 1 and not len(self.rest_spans) and derivative.terms[0].outer is None:
             h = derivative.terms[0].inner[:, 0] @ bases[0].inner
             outer = self.bases[0].outer
-            return FactoredLogitGaussian.of(mean, outer, h.square() @ bases[0].variances.T, rotation=outer.T)
+            return LogitGaussian(mean, FactoredCovariance(outer, h.square() @ bases[0].variances.T, rotation=outer.T))
         half = derivative.explicit * self.rest.rsqrt().to(derivative.explicit.dtype)
         covariance = half @ half.mT
         for basis, factor in zip(bases, derivative.terms, strict=True):
             covariance += basis.rotated(factor).covariance(basis.variances)
-        return LogitGaussian.trusted(mean, covariance)
+        return LogitGaussian(mean, FullCovariance(covariance))
 
     def joint_halves(
         self, derivative: LayerwiseDerivative, rotation: Float[Tensor, "M M"]

@@ -70,6 +70,7 @@ from errbar._curvature.workload import (
 from errbar._derivative.full import RANDOM_IN_EVAL, quiet_vmap
 from errbar._derivative.route import Derivative
 from errbar._distributed.team import Team
+from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._model.batch import Batch
 from errbar._model.network import Network
@@ -284,7 +285,7 @@ class LowRankFactor(Refactorised):
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize), for some inputs whose J has been formed."""
-        return LogitGaussian.trusted(mean, self._from_jacobian(derivative.jacobian()))
+        return LogitGaussian(mean, FullCovariance(self._from_jacobian(derivative.jacobian())))
 
     def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
         """G and T diag(1 + s)^{−½} of all frames (`_from_jacobian`), whose products add up to QᵀR Q."""
@@ -311,7 +312,7 @@ class LowRankFactor(Refactorised):
             else:
                 vectors = identity.expand(len(part), classes, classes)
                 found.append(self._from_jacobian(pulled_back(network, selection, part, vectors)))
-        return LogitGaussian.trusted(logits.to(network.dtype), torch.cat(found))
+        return LogitGaussian(logits.to(network.dtype), FullCovariance(torch.cat(found)))
 
     def _from_jacobian(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
         """G Gᵀ + T diag(1/(1 + s)) Tᵀ in float64, with T = J D^{−1/2} Qᵀ and G = J D^{−1/2} − T Q.

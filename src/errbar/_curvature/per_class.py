@@ -28,7 +28,8 @@ from errbar._curvature.workload import Cost, Workload, by_device, drawing_bytes,
 from errbar._derivative.route import Derivative
 from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
-from errbar._distributions.logits import DiagonalLogitGaussian, LogitGaussian
+from errbar._distributions.covariance import DiagonalCovariance
+from errbar._distributions.logits import LogitGaussian
 from errbar.errors import ModelError
 
 STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
@@ -172,7 +173,7 @@ class PerClassFactor(Refactorised):
         """N(ĝ, diag v), v_m = hᵀ P_m h: M p²/2 multiplications an input."""
         inner = inner_of(derivative)
         variance = packed.contract(self.coefficients(inner.dtype), inner.T.contiguous(), None).T
-        return DiagonalLogitGaussian.of(mean, variance.clamp_min(0))
+        return LogitGaussian(mean, DiagonalCovariance(variance.clamp_min(0)))
 
     def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM p"]]:
         """W_m = Qᵀe_m ⊗ (hᵀ lower_m⁻ᵀ) of each class, with Σ_m W_m W_mᵀ = QᵀR Q."""

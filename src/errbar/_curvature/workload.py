@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from errbar._curvature.fisher import Fisher
 from errbar._derivative import layerwise, route, shared
-from errbar._distributions import prediction
+from errbar._distributions.sampling import BLOCK_BYTES
 
 # A product is added to a sum in float64: for each number as long as so many multiplications.
 ADDED_PRODUCTS = 200
@@ -140,7 +140,7 @@ def by_device(values: dict[str, int] | dict[str, float], device: str) -> float:
 def drawing_bytes(work: Workload, *, full: bool) -> int:
     """Bytes of Monte Carlo: the draws, a block of samples, and with full covariances B of these in float64."""
     one = work.classes * work.draws * work.network_itemsize
-    block = max(one, min(by_device(prediction.BLOCK_BYTES, work.device), work.batch * one))
+    block = max(one, min(by_device(BLOCK_BYTES, work.device), work.batch * one))
     draws = work.draws * work.classes * (8 + work.network_itemsize)
     covariances = 4 * 8 * work.classes**2 if full else 4 * 8 * work.classes
     return int(6 * block + draws + work.batch * covariances)

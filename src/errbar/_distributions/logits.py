@@ -12,98 +12,87 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
-from errbar._distributions.prediction import GaussianSampler, Prediction, require_samples, require_seed, standard_normal
+from errbar._distributions.covariance import Covariance, FullCovariance
+from errbar._distributions.prediction import Prediction
+from errbar._distributions.sampling import GaussianSampler, SamplingRoot
 from errbar.errors import ArgumentError, CovarianceError, MismatchError
 
+# What makes `covariance` a field that is computed when it is read, so that `repr` and `dataclasses.replace` know it.
+_MATRIX_OF_FORM: Any = property(lambda gaussian: gaussian.form.matrix())
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class LogitGaussian:
     """N(ĝ, P^g) for each of B inputs (eq:linearize).
 
-    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert.
+    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `form` is what
+    holds P^g, in full or in less.
     """
 
     mean: Float[Tensor, "B M"]
-    covariance: Float[Tensor, "B M M"]
+    covariance: Float[Tensor, "B M M"] = _MATRIX_OF_FORM
     rank: int | None = None
+    form: Covariance = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        _require_logits(self.mean, "mean")
-        size, classes = self.mean.shape
-        _require_shape(self.covariance, (size, classes, classes), self.mean)
-        linalg.require_covariance(self.covariance, name="The covariance of the logits")
+    def __init__(
+        self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"] | Covariance, rank: int | None = None
+    ) -> None:
+        """A tensor is checked; a covariance object, which is one by construction, is not, nor is the mean beside it."""
+        form = covariance if isinstance(covariance, Covariance) else _checked_covariance(mean, covariance)
+        for name, value in (("mean", mean), ("form", form), ("rank", rank)):
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def concatenated(parts: Sequence[LogitGaussian]) -> LogitGaussian:
-        """The rows of several, one after the other."""
+        """The rows of several, one after the other; forms that hold no M × M matrix make none here either."""
         if len(parts) == 1:
             return parts[0]
-        same = all(type(part) is type(parts[0]) for part in parts)
-        return parts[0].joined(parts) if same else LogitGaussian.joined(parts)
-
-    @staticmethod
-    def joined(parts: Sequence[Any]) -> LogitGaussian:
-        """The rows of several of one kind; kinds that keep no M × M matrix make none here either."""
-        mean, covariance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "covariance"))
-        return LogitGaussian.trusted(mean, covariance)
-
-    @staticmethod
-    def trusted(
-        mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"], rank: int | None = None
-    ) -> LogitGaussian:
-        """Without the checks, for a covariance that is one by construction."""
-        made = object.__new__(LogitGaussian)
-        for name, value in (("mean", mean), ("covariance", covariance), ("rank", rank)):
-            object.__setattr__(made, name, value)
-        return made
+        form = parts[0].form.joined([part.form for part in parts[1:]])
+        return LogitGaussian(torch.cat([part.mean for part in parts]), form)
 
     @property
     def variance(self) -> Float[Tensor, "B M"]:
         """The diagonal of P^g."""
-        return self.covariance.diagonal(dim1=1, dim2=2)
+        return self.form.variance()
 
     @property
     def contrast_variance(self) -> Float[Tensor, "B"]:
         """The mean variance of the M−1 contrasts: tr(P^g − mean)/(M−1), the part that softmax can see."""
-        classes = self.mean.shape[1]
-        total = self.variance.sum(1) - self.covariance.sum((1, 2)) / classes
-        return total.clamp_min(0) / (classes - 1)
+        return self.form.contrast_variance()
 
     def __len__(self) -> int:
         return len(self.mean)
 
     def __getitem__(self, rows: slice) -> LogitGaussian:
-        require_slice(rows)
-        return LogitGaussian.trusted(self.mean[rows], self.covariance[rows], self.rank)
+        if not isinstance(rows, slice):
+            raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
+        return LogitGaussian(self.mean[rows], self.form[rows], self.rank)
 
     def rounded(self) -> LogitGaussian:
         """The covariance in the dtype of the mean."""
-        return LogitGaussian.trusted(self.mean, self.covariance.to(self.mean.dtype), self.rank)
+        return LogitGaussian(self.mean, self.form.to(self.mean.dtype), self.rank)
 
     def tempered(self, temperature: float) -> LogitGaussian:
         """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
         T = require_temperature(temperature)
-        return LogitGaussian.trusted(self.mean / T, self.covariance / T**2, self.rank)
+        return LogitGaussian(self.mean / T, self.form / T**2, self.rank)
 
     def scaled(self, covariance_scale: float) -> LogitGaussian:
         """N(ĝ, T_c P^g) (sec:high-level)."""
-        scale = require_covariance_scale(covariance_scale)
-        return LogitGaussian.trusted(self.mean, self.covariance * scale, self.rank)
+        return LogitGaussian(self.mean, self.form * require_covariance_scale(covariance_scale), self.rank)
 
     def centered(self) -> LogitGaussian:
         """The distribution of g minus its mean over the classes, which has the same softmax."""
-        mean = self.mean - self.mean.mean(1, keepdim=True)
-        columns = self.covariance - self.covariance.mean(1, keepdim=True)
-        covariance = columns - columns.mean(2, keepdim=True)
-        return LogitGaussian.trusted(mean, linalg.symmetric(covariance), self.rank)
+        return LogitGaussian(self.mean - self.mean.mean(1, keepdim=True), self.form.centred(), self.rank)
 
     def predict(self, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
         """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol"."""
-        root, jitter = self.sampling_root()
-        normal = standard_normal(require_samples(samples), root.shape[-1], seed, self.mean, draws)
-        mean = self.mean - self.mean.amax(1, keepdim=True)
-        sampler = GaussianSampler(mean, root, normal.T.contiguous(), draws, require_seed(seed))
-        return Prediction.from_sampler(sampler, jitter)
+        root, jitter = self.form.sampling_root(self.mean.dtype)
+        return Prediction.from_sampler(GaussianSampler.of(self.mean, root, samples, seed, draws), jitter)
+
+    def sampling_root(self) -> SamplingRoot:
+        """What makes logits of draws, as `predict` does."""
+        return self.form.sampling_root(self.mean.dtype)[0]
 
     def mean_field_pmf(self) -> Float[Tensor, "B M"]:
         """A closed form for the PMF, without samples and so without error bars: an approximation.
@@ -114,72 +103,10 @@ class LogitGaussian:
         It depends on contrasts only, and for two classes it is the probit approximation itself. Its error is in
         docs/performance.md.
         """
-        variance = self.variance
-        pairs = variance[:, :, None] + variance[:, None, :]
-        if not isinstance(self, DiagonalLogitGaussian):
-            pairs = pairs - 2 * self.covariance
         difference = self.mean[:, :, None] - self.mean[:, None, :]
-        scaled = difference / (1 + torch.pi / 8 * pairs.clamp_min(0)).sqrt()
+        scaled = difference / (1 + torch.pi / 8 * self.form.difference_variance().clamp_min(0)).sqrt()
         # 1/s − 1 = e^{−scaled}; the class itself contributes e⁰ = 1.
         return torch.softmax(-torch.logsumexp(-scaled, 2), 1)
-
-    def sampling_root(self) -> tuple[Float[Tensor, "B M M-1"], float]:
-        """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g; and the jitter."""
-        basis = linalg.contrast_basis(self.mean.shape[1], self.mean.device)
-        contrasts = linalg.contrast_covariance(self.covariance)
-        lower, jitter = linalg.safe_cholesky(
-            contrasts,
-            name="The covariance of the logits",
-            limit=linalg.largest_jitter(self.covariance.dtype),
-        )
-        return (basis @ lower).to(self.mean.dtype), jitter
-
-
-class DiagonalLogitGaussian(LogitGaussian):
-    """Independent logits: N(ĝ, diag v). Nothing of size M × M is made unless `covariance` is read."""
-
-    @staticmethod
-    def of(mean: Float[Tensor, "B M"], variance: Float[Tensor, "B M"]) -> DiagonalLogitGaussian:
-        made = object.__new__(DiagonalLogitGaussian)
-        for name, value in (("mean", mean), ("_variance", variance), ("rank", None)):
-            object.__setattr__(made, name, value)
-        return made
-
-    @staticmethod
-    def joined(parts: Sequence[Any]) -> LogitGaussian:
-        mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
-        return DiagonalLogitGaussian.of(mean, variance)
-
-    @property
-    def variance(self) -> Float[Tensor, "B M"]:
-        variance: Tensor = self.__dict__["_variance"]
-        return variance
-
-    @property
-    def covariance(self) -> Float[Tensor, "B M M"]:
-        return torch.diag_embed(self.variance)
-
-    @property
-    def contrast_variance(self) -> Float[Tensor, "B"]:
-        return self.variance.mean(1)
-
-    def __getitem__(self, rows: slice) -> LogitGaussian:
-        require_slice(rows)
-        return DiagonalLogitGaussian.of(self.mean[rows], self.variance[rows])
-
-    def tempered(self, temperature: float) -> LogitGaussian:
-        T = require_temperature(temperature)
-        return DiagonalLogitGaussian.of(self.mean / T, self.variance / T**2)
-
-    def scaled(self, covariance_scale: float) -> LogitGaussian:
-        return DiagonalLogitGaussian.of(self.mean, self.variance * require_covariance_scale(covariance_scale))
-
-    def rounded(self) -> LogitGaussian:
-        return DiagonalLogitGaussian.of(self.mean, self.variance.to(self.mean.dtype))
-
-    def sampling_root(self) -> tuple[Float[Tensor, "B M"], float]:
-        """√v: each logit is drawn by itself."""
-        return self.variance.clamp_min(0).sqrt().to(self.mean.dtype), 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,12 +190,15 @@ class JointLogits:
     def marginals(self) -> LogitGaussian:
         """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
         blocks = self.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return LogitGaussian.trusted(self.mean, blocks.contiguous()).rounded()
+        return LogitGaussian(self.mean, FullCovariance(blocks.contiguous())).rounded()
 
 
-def require_slice(rows: object) -> None:
-    if not isinstance(rows, slice):
-        raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
+def _checked_covariance(mean: Tensor, covariance: Tensor) -> FullCovariance:
+    _require_logits(mean, "mean")
+    size, classes = mean.shape
+    _require_shape(covariance, (size, classes, classes), mean)
+    linalg.require_covariance(covariance, name="The covariance of the logits")
+    return FullCovariance(covariance)
 
 
 def require_temperature(temperature: float) -> float:

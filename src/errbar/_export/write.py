@@ -29,7 +29,8 @@ from errbar._curvature.structure import Factor
 from errbar._curvature.task import Task
 from errbar._derivative.trace import LinearLayer
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.prediction import Prediction, standard_normal
+from errbar._distributions.prediction import Prediction
+from errbar._distributions.sampling import standard_normal
 from errbar._export.chain import ChainedNetwork, Linear, Sample, chained, exported, named_inputs
 from errbar._export.graph import Draws, PredictionGraph, head
 from errbar._export.numbers import exact_numbers

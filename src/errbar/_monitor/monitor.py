@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from errbar._base.checks import stored_whole, whole_number
-from errbar._distributions.prediction import Prediction, require_seed
+from errbar._distributions.prediction import Prediction
+from errbar._distributions.sampling import require_seed
 from errbar._model.batch import checked_labels
 from errbar._monitor.label_statistics import Agreement, Tally
 from errbar._monitor.martingales import (

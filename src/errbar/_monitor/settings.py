@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from errbar._distributions.prediction import require_seed
+from errbar._distributions.sampling import require_seed
 from errbar.errors import ArgumentError
 
 INPUT_TESTS = ("mutual_information", "entropy", "classes")

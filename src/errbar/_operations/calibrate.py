@@ -29,8 +29,7 @@ from errbar._base.linalg import exp_without_subnormals_
 from errbar._base.optimise import Slopes, compass, quasi_newton, where_it_turns
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
-from errbar._distributions.factored import FactoredLogitGaussian
-from errbar._distributions.prediction import require_samples, standard_normal
+from errbar._distributions.sampling import SamplingRoot, require_samples
 from errbar._model.batch import Batch, Unpack, checked_labels
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
@@ -126,37 +125,18 @@ def _require_question(posterior: object, objective: object, fit: object) -> tupl
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """ĝ and a root of P^g (both for T = T_c = 1) and the label of each held-out input.
-
-    Where the covariances have one basis for all inputs (`_distributions.factored`), `root` are the deviations along it.
-    """
+    """ĝ and a root of P^g (both for T = T_c = 1) and the label of each held-out input."""
 
     mean: Float[Tensor, "N M"]
-    root: Float[Tensor, "N M d"] | Float[Tensor, "N d"]
+    root: SamplingRoot
     labels: Int[Tensor, "N"]
-    basis: Float[Tensor, "M d"] | None = None
-    rotation: Float[Tensor, "d d"] | None = None
 
     def draws(self, samples: int, seed: int) -> Float[Tensor, "d K"]:
-        normal = standard_normal(samples, self.root.shape[-1], seed, self.mean).T
-        return (normal if self.rotation is None else self.rotation.to(normal.dtype) @ normal).contiguous()
-
-    def _spread(self, rows: slice, normal: Float[Tensor, "d K"]) -> Float[Tensor, "b M K"]:
-        root = self.root[rows]
-        if root.ndim == 3:
-            return root @ normal
-        independent = root[:, :, None] * normal
-        return independent if self.basis is None else self.basis @ independent
+        return self.root.draws(samples, seed, self.mean)
 
     def spread(self) -> float:
         """The mean variance of a contrast, over inputs and contrasts."""
-        columns = 1.0 if self.basis is None else self.basis.double().square().sum(0)
-        squares = (
-            self.root.flatten(1).norm(dim=1).double().square().mean()
-            if self.root.ndim == 3
-            else ((self.root.double().square() * columns).sum(1).mean())
-        )
-        return float(squares) / (self.mean.shape[1] - 1)
+        return float(self.root.squares().mean()) / (self.mean.shape[1] - 1)
 
     def _blocks(
         self, temperature: float, scale: float, normal: Float[Tensor, "d K"]
@@ -166,7 +146,7 @@ class _HeldOut:
         size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
-            spread = self._spread(rows, normal)
+            spread = self.root.spread(rows, normal)
             spread *= math.sqrt(scale) / temperature
             yield rows, spread, self.mean[rows] / temperature
 
@@ -246,31 +226,26 @@ def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: 
     if team.is_alone and own is not None:
         return own
     device = posterior.information.network.device
-    parts = None if own is None else {"mean": own.mean, "root": own.root, "labels": own.labels}
+    parts = None if own is None else {"mean": own.mean, "root": own.root.values, "labels": own.labels}
     rows = team.gathered(parts, device)
     # One posterior has one basis, which a rank without data has not made: it is that of the first rank with data.
-    held = {} if own is None or having.index(True) != team.rank else {"basis": own.basis, "rotation": own.rotation}
-    bases = team.gathered({name: tensor for name, tensor in held.items() if tensor is not None}, device)
-    return _HeldOut(**rows, **bases)
+    common = {} if own is None or having.index(True) != team.rank else own.root.common()
+    return _HeldOut(rows["mean"], SamplingRoot(rows["root"], **team.gathered(common, device)), rows["labels"])
 
 
 def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
     """What this rank holds of the held-out inputs; None for nothing."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
-    means, roots, labels = [], [], []
-    basis = rotation = None
+    means: list[Tensor] = []
+    roots: list[SamplingRoot] = []
+    labels: list[Tensor] = []
     for batch in stream:
         gaussian = plain.unrounded_logits(batch)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
-        if isinstance(gaussian, FactoredLogitGaussian):
-            # One posterior has one basis; with many classes a root of M × d numbers an input would fill the memory.
-            roots.append(gaussian.deviations())
-            basis, rotation = gaussian.centred_basis.to(gaussian.mean.dtype), gaussian.rotation
-        else:
-            roots.append(gaussian.sampling_root()[0])
-    return _HeldOut(torch.cat(means), torch.cat(roots), torch.cat(labels), basis, rotation) if means else None
+        roots.append(gaussian.sampling_root())
+    return _HeldOut(torch.cat(means), SamplingRoot.concatenated(roots), torch.cat(labels)) if means else None
 
 
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:

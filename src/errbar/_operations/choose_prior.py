@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from errbar._base.progress import track
-from errbar._distributions.prediction import require_samples
+from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Unpack, batches
 from errbar._model.selection import owner
 from errbar._operations.calibrate import held_out_nll

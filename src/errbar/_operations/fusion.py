@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
+from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar.errors import ArgumentError, MismatchError, SingularCovarianceError
 
@@ -200,7 +201,7 @@ def _in_logits(
     """Contrasts as logits again, with mean zero over the classes."""
     logits = mean @ basis.mT
     spread = linalg.symmetric(basis @ covariance @ basis.mT)
-    return LogitGaussian.trusted(logits.to(dtype), spread.to(dtype), rank)
+    return LogitGaussian(logits.to(dtype), FullCovariance(spread.to(dtype)), rank)
 
 
 def _require_fusible(sources: list[LogitGaussian]) -> None:

@@ -14,8 +14,9 @@ from errbar._base import linalg
 from errbar._base.execution import plain_execution
 from errbar._base.progress import track
 from errbar._curvature.fisher import Fisher, fisher_root
+from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.prediction import BLOCK_BYTES, require_samples, standard_normal
+from errbar._distributions.sampling import BLOCK_BYTES, require_samples, standard_normal
 from errbar._model.batch import Unpack, batches, checked_labels, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, CovarianceError, DataError, LabelError
@@ -93,7 +94,7 @@ def _label_suspicion(gaussian: LogitGaussian, labels: Int[Tensor, "B"], samples:
     The PMF of a label that the model holds impossible is zero, and the logarithm of that says nothing about which such
     label is the more suspicious; its logarithm as such is a number like any other.
     """
-    root, _ = gaussian.sampling_root()
+    root = gaussian.sampling_root().whole()
     normal = standard_normal(require_samples(samples), root.shape[-1], seed, gaussian.mean).T.double()
     made = torch.empty(len(gaussian), dtype=torch.float64, device=gaussian.mean.device)
     # As many inputs at a time as a prediction takes.
@@ -143,4 +144,4 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
     target = torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean)
     error = torch.softmax(mean, 1) - target
     moved = mean + (grown @ error[..., None])[..., 0]
-    return LogitGaussian.trusted(moved.to(gaussian.mean), grown)
+    return LogitGaussian(moved.to(gaussian.mean), FullCovariance(grown))

@@ -24,7 +24,7 @@ from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.task import product_dtype
 from errbar._curvature.workload import Cost, Workload
 from errbar._derivative.inspection import inspect
-from errbar._distributions.prediction import require_samples
+from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
 from errbar._model.selection import Selection, listed_modules

@@ -23,9 +23,9 @@ from errbar._curvature.structure import Factor
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
-from errbar._distributions.prediction import (
+from errbar._distributions.prediction import Prediction
+from errbar._distributions.sampling import (
     GivenSampler,
-    Prediction,
     require_samples,
     require_seed,
     softmax_over_classes_,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from errbar._distributions.prediction import require_seed
+from errbar._distributions.sampling import require_seed
 from errbar._operations.outliers import outlier_scores
 from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, DataError

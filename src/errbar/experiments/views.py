@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from errbar._distributions.prediction import require_seed
+from errbar._distributions.sampling import require_seed
 from errbar.errors import ArgumentError, DataError
 
 # Pictures moved at a time: enough for efficient resampling, small beside any network.

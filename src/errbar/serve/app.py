@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 import errbar
+from errbar._distributions.covariance import FullCovariance
 from errbar.errors import ArgumentError, DataError, ErrbarError, MismatchError, WeightsChangedError
 from errbar.serve import schemas
 from errbar.serve.batching import Batcher
@@ -295,7 +296,7 @@ def _given_gaussians(body: Any, options: AnswerOptions, first: Served) -> FuseGa
         # Checked in float32, because the numbers may come from there: centred, they have an eigenvalue of zero, which
         # its rounding takes below zero. Fusion does not look at that direction.
         errbar.LogitGaussian(mean.float(), covariance.float())
-        made.append(errbar.LogitGaussian.trusted(mean, covariance))
+        made.append(errbar.LogitGaussian(mean, FullCovariance(covariance)))
     count = made[0].mean.shape[1]
     names = first.classes if len(first.classes) == count else tuple(str(number) for number in range(count))
     return FuseGaussians(names, tuple(made), options)

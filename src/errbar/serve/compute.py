@@ -15,7 +15,8 @@ from torch import Tensor
 
 import errbar
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.prediction import GivenSampler, Prediction, standard_normal
+from errbar._distributions.prediction import Prediction
+from errbar._distributions.sampling import GivenSampler, standard_normal
 from errbar.errors import ArgumentError
 from errbar.serve.service import Served
 
@@ -201,7 +202,7 @@ def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tenso
 def _points(gaussian: LogitGaussian, pmf: Tensor, options: AnswerOptions) -> list[dict[str, Any]]:
     """The first draws of the logits of the two leading classes, centred over all classes: the same draws as the PMF."""
     # All draws and not the first few: those of another number of samples are other draws.
-    root, _ = gaussian.sampling_root()
+    root = gaussian.sampling_root().whole()
     normal = standard_normal(options.samples, root.shape[-1], options.seed, gaussian.mean)[:POINTS].T
     leading = pmf.topk(2).indices
     found = []

@@ -1,0 +1,210 @@
+"""Covariances P^g of the logits of each of B inputs, in the forms that a `LogitGaussian` has: full, diagonal, factored.
+
+A covariance object is one by construction. With many classes the form matters: of a diagonal or a factored one nothing
+of size M × M is made for an input unless `matrix` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base import linalg
+from errbar._distributions.sampling import SamplingRoot
+
+
+@runtime_checkable
+class Covariance(Protocol):
+    """What a `LogitGaussian` asks of its covariance."""
+
+    def matrix(self) -> Float[Tensor, "B M M"]: ...
+
+    def variance(self) -> Float[Tensor, "B M"]: ...
+
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        """The mean variance of the M−1 contrasts."""
+
+    def difference_variance(self) -> Float[Tensor, "B M M"]:
+        """Var(g_i − g_j) for i ≠ j; what is on the diagonal is of no meaning."""
+
+    def __getitem__(self, rows: slice) -> Covariance: ...
+
+    def __mul__(self, number: float) -> Covariance: ...
+
+    def __truediv__(self, number: float) -> Covariance: ...
+
+    def to(self, dtype: torch.dtype) -> Covariance: ...
+
+    def centred(self) -> Covariance:
+        """That of g minus its mean over the classes."""
+
+    def joined(self, others: Sequence[Covariance]) -> Covariance:
+        """The rows of this one and of others, one after the other; in full where their forms differ."""
+
+    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
+        """A with A Aᵀ = P^g on contrasts, in `dtype`; and the jitter that it needed."""
+
+
+@dataclass(frozen=True, eq=False)
+class FullCovariance:
+    """P^g as it is."""
+
+    values: Float[Tensor, "B M M"]
+
+    def matrix(self) -> Float[Tensor, "B M M"]:
+        return self.values
+
+    def variance(self) -> Float[Tensor, "B M"]:
+        return self.values.diagonal(dim1=1, dim2=2)
+
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        """tr(P^g − mean)/(M−1)."""
+        classes = self.values.shape[1]
+        total = self.variance().sum(1) - self.values.sum((1, 2)) / classes
+        return total.clamp_min(0) / (classes - 1)
+
+    def difference_variance(self) -> Float[Tensor, "B M M"]:
+        return _pair_sums(self.variance()) - 2 * self.values
+
+    def __getitem__(self, rows: slice) -> FullCovariance:
+        return FullCovariance(self.values[rows])
+
+    def __mul__(self, number: float) -> FullCovariance:
+        return FullCovariance(self.values * number)
+
+    def __truediv__(self, number: float) -> FullCovariance:
+        return FullCovariance(self.values / number)
+
+    def to(self, dtype: torch.dtype) -> FullCovariance:
+        return FullCovariance(self.values.to(dtype))
+
+    def centred(self) -> FullCovariance:
+        columns = self.values - self.values.mean(1, keepdim=True)
+        return FullCovariance(linalg.symmetric(columns - columns.mean(2, keepdim=True)))
+
+    def joined(self, others: Sequence[Covariance]) -> FullCovariance:
+        return FullCovariance(torch.cat([self.values, *(other.matrix() for other in others)]))
+
+    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
+        """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g."""
+        lower, jitter = linalg.safe_cholesky(
+            linalg.contrast_covariance(self.values),
+            name="The covariance of the logits",
+            limit=linalg.largest_jitter(self.values.dtype),
+        )
+        basis = linalg.contrast_basis(self.values.shape[1], self.values.device)
+        return SamplingRoot((basis @ lower).to(dtype)), jitter
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalCovariance:
+    """P^g = diag v: independent logits, each of which is drawn by itself."""
+
+    values: Float[Tensor, "B M"]
+
+    def matrix(self) -> Float[Tensor, "B M M"]:
+        return torch.diag_embed(self.values)
+
+    def variance(self) -> Float[Tensor, "B M"]:
+        return self.values
+
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        return self.values.mean(1)
+
+    def difference_variance(self) -> Float[Tensor, "B M M"]:
+        return _pair_sums(self.values)
+
+    def __getitem__(self, rows: slice) -> DiagonalCovariance:
+        return DiagonalCovariance(self.values[rows])
+
+    def __mul__(self, number: float) -> DiagonalCovariance:
+        return DiagonalCovariance(self.values * number)
+
+    def __truediv__(self, number: float) -> DiagonalCovariance:
+        return DiagonalCovariance(self.values / number)
+
+    def to(self, dtype: torch.dtype) -> DiagonalCovariance:
+        return DiagonalCovariance(self.values.to(dtype))
+
+    def centred(self) -> FullCovariance:
+        return FullCovariance(self.matrix()).centred()
+
+    def joined(self, others: Sequence[Covariance]) -> Covariance:
+        parts = [other.values for other in others if isinstance(other, DiagonalCovariance)]
+        if len(parts) < len(others):
+            return FullCovariance(self.matrix()).joined(others)
+        return DiagonalCovariance(torch.cat([self.values, *parts]))
+
+    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
+        """√v."""
+        return SamplingRoot(self.values.clamp_min(0).sqrt().to(dtype)), 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredCovariance:
+    """P^g = Q diag(w) Qᵀ with one `basis` Q for all inputs, as a Kronecker-factored last layer has it; `weights` are w.
+
+    Samples are ĝ + Q (√w ∘ z), one product with Q. Eigenvectors are unique only up to sign, and up to a rotation where
+    eigenvalues are equal. So that equal posteriors have equal samples, wherever they were computed, the draws are
+    rotated along: with z = Qᵀ z₀ and an orthonormal Q the samples are ĝ + √P^g z₀, with the symmetric root, which is
+    unique. `rotation` is that Qᵀ, or the identity where it is None.
+    """
+
+    basis: Float[Tensor, "M r"]
+    weights: Float[Tensor, "B r"]
+    rotation: Float[Tensor, "r r"] | None = None
+
+    def matrix(self) -> Float[Tensor, "B M M"]:
+        half = self.basis.to(self.weights.dtype) * self.weights.clamp_min(0).sqrt()[:, None, :]
+        return half @ half.mT
+
+    def variance(self) -> Float[Tensor, "B M"]:
+        return self.weights @ self.basis.to(self.weights.dtype).square().T
+
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        squares = self._centred_basis().square().sum(0).to(self.weights.dtype)
+        return (self.weights @ squares).clamp_min(0) / (self.basis.shape[0] - 1)
+
+    def difference_variance(self) -> Float[Tensor, "B M M"]:
+        return _pair_sums(self.variance()) - 2 * self.matrix()
+
+    def __getitem__(self, rows: slice) -> FactoredCovariance:
+        return replace(self, weights=self.weights[rows])
+
+    def __mul__(self, number: float) -> FactoredCovariance:
+        return replace(self, weights=self.weights * number)
+
+    def __truediv__(self, number: float) -> FactoredCovariance:
+        return replace(self, weights=self.weights / number)
+
+    def to(self, dtype: torch.dtype) -> FactoredCovariance:
+        return replace(self, weights=self.weights.to(dtype))
+
+    def centred(self) -> FactoredCovariance:
+        return replace(self, basis=self._centred_basis())
+
+    def joined(self, others: Sequence[Covariance]) -> Covariance:
+        parts = [
+            other.weights for other in others if isinstance(other, FactoredCovariance) and other.basis is self.basis
+        ]
+        if len(parts) < len(others):
+            return FullCovariance(self.matrix()).joined(others)
+        return replace(self, weights=torch.cat([self.weights, *parts]))
+
+    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
+        """√w along Q without the common shift."""
+        deviations = self.weights.clamp_min(0).sqrt().to(dtype)
+        return SamplingRoot(deviations, self._centred_basis().to(dtype), self.rotation), 0.0
+
+    def _centred_basis(self) -> Float[Tensor, "M r"]:
+        """Q without the common shift of the logits, which softmax ignores and whose variance can be huge."""
+        return self.basis - self.basis.mean(0)
+
+
+def _pair_sums(variance: Float[Tensor, "B M"]) -> Float[Tensor, "B M M"]:
+    return variance[:, :, None] + variance[:, None, :]
