@@ -28,8 +28,7 @@ from errbar._derivative.full import jacobians
 from errbar._derivative.inspection import inspect
 from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar._derivative.route import Derivative, Route, differentiate
-from errbar._distributions.covariance import DiagonalCovariance, FactoredCovariance
-from errbar._distributions.logits import JointLogits
+from errbar._distributions.covariance import DiagonalCovariance, FactoredCovariance, JointCovariance
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, to_batch
 from errbar._model.network import Network
@@ -248,7 +247,7 @@ def test_everything_after_the_information_is_exact(structure: str, case: str) ->
     between = torch.einsum("imk,kl,jnl->imjn", J, P, J)
     root = linalg.root_of_sum(factor.joint_halves(derivative, linalg.class_rotation(mean.shape[1], mean.device)))
     assert root.shape[1] <= root.shape[0]
-    close(JointLogits.from_root(mean, root, 0.0).covariance, between)
+    close(JointCovariance.from_root(root.reshape(*mean.shape, -1), 0.0).values, between)
     if structure in ("kron", "diag"):
         close(factor.joint_covariance(derivative), between)
 

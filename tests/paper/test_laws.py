@@ -580,8 +580,8 @@ def test_frames_too_many_for_a_root_are_fused_by_their_covariance(
     by_root = posterior.joint_logits(p.x[200:])
     monkeypatch.setattr(structures, "ROOT_NUMBERS", 0)
     by_covariance = posterior.joint_logits(p.x[200:])
-    assert by_root.contrast_root is not None
-    assert by_covariance.contrast_root is None
+    assert by_root.form.contrast_root is not None
+    assert by_covariance.form.contrast_root is None
     assert_close(by_covariance.covariance, by_root.covariance, 1e-12)
     first, second = errbar.fuse_frames(by_root), errbar.fuse_frames(by_covariance)
     assert first.rank == second.rank == 9

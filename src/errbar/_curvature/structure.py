@@ -28,6 +28,7 @@ from errbar._curvature.workload import Cost, Workload
 from errbar._derivative.route import Route, differentiate
 from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
+from errbar._distributions.covariance import JointCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._model.batch import Batch
 from errbar._model.network import Network
@@ -277,6 +278,7 @@ def joint_logits(factor: Any, mean: Float[Tensor, "C M"], derivative: Any, netwo
     rounding = torch.finfo(mean.dtype).eps
     mean = mean.to(network.dtype)
     if mean.numel() * derivative.n_parameters > ROOT_NUMBERS and hasattr(factor, "joint_covariance"):
-        return JointLogits.trusted(mean, factor.joint_covariance(derivative), network_rounding=rounding)
+        return JointLogits(mean, JointCovariance(factor.joint_covariance(derivative), network_rounding=rounding))
     rotation = linalg.class_rotation(mean.shape[1], mean.device)
-    return JointLogits.from_root(mean, linalg.root_of_sum(factor.joint_halves(derivative, rotation)), rounding)
+    root = linalg.root_of_sum(factor.joint_halves(derivative, rotation)).reshape(*mean.shape, -1)
+    return JointLogits(mean, JointCovariance.from_root(root, rounding))

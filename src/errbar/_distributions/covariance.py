@@ -1,4 +1,4 @@
-"""Covariances P^g of the logits of each of B inputs, in the forms that a `LogitGaussian` has: full, diagonal, factored.
+"""Covariances of logits: P^g of each input, full, diagonal or factored, and R of several frames together.
 
 A covariance object is one by construction. With many classes the form matters: of a diagonal or a factored one nothing
 of size M × M is made for an input unless `matrix` is called.
@@ -6,12 +6,13 @@ of size M × M is made for an input unless `matrix` is called.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base import linalg
@@ -204,6 +205,43 @@ class FactoredCovariance:
     def _centred_basis(self) -> Float[Tensor, "M r"]:
         """Q without the common shift of the logits, which softmax ignores and whose variance can be huge."""
         return self.basis - self.basis.mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class JointCovariance:
+    """R of the logits of C frames, values[i, :, j, :] = R_ij = J_i P J_jᵀ, in float64.
+
+    `contrast_root` A, where there is one, has A Aᵀ = EᵀR E for the contrasts of all frames, which R itself does not
+    hold as well: beside a common shift of the logits whose variance is v, its contrasts are rounded to v · eps.
+    `rounding` is that of the numbers in R, `network_rounding` that of the network's outputs and derivatives.
+    """
+
+    values: Float[Tensor, "C M C M"]
+    contrast_root: Float[Tensor, "C M-1 k"] | None = None
+    rounding: float = torch.finfo(torch.float64).eps
+    network_rounding: float = torch.finfo(torch.float64).eps
+
+    @staticmethod
+    def from_root(root: Float[Tensor, "C M k"], network_rounding: float) -> JointCovariance:
+        """From A with A Aᵀ = QᵀR Q, Q = [E, 1/√M] for every frame: contrasts and shift apart."""
+        frames, classes, _ = root.shape
+        whole = (linalg.class_rotation(classes, root.device) @ root).flatten(0, 1)
+        values = linalg.symmetric(whole @ whole.mT).reshape(frames, classes, frames, classes)
+        return JointCovariance(values, root[:, :-1], network_rounding=network_rounding)
+
+    def chosen(self, frames: Int[Tensor, "c"]) -> JointCovariance:
+        """That of some of the frames, in this order."""
+        root = None if self.contrast_root is None else self.contrast_root[frames]
+        return replace(self, values=self.values[frames][:, :, frames], contrast_root=root)
+
+    def calibrated(self, temperature: float, covariance_scale: float) -> JointCovariance:
+        """T_c R/T²."""
+        root = None if self.contrast_root is None else self.contrast_root * (math.sqrt(covariance_scale) / temperature)
+        return replace(self, values=self.values * (covariance_scale / temperature**2), contrast_root=root)
+
+    def to(self, device: torch.device | str) -> JointCovariance:
+        root = None if self.contrast_root is None else self.contrast_root.to(device)
+        return replace(self, values=self.values.to(device), contrast_root=root)
 
 
 def _pair_sums(variance: Float[Tensor, "B M"]) -> Float[Tensor, "B M M"]:

@@ -12,13 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
-from errbar._distributions.covariance import Covariance, FullCovariance
+from errbar._distributions.covariance import Covariance, FullCovariance, JointCovariance
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import GaussianSampler, SamplingRoot
 from errbar.errors import ArgumentError, CovarianceError, MismatchError
 
-# What makes `covariance` a field that is computed when it is read, so that `repr` and `dataclasses.replace` know it.
+# What makes `covariance` a field that is taken from `form` when it is read: `repr` and `dataclasses.replace` know it.
 _MATRIX_OF_FORM: Any = property(lambda gaussian: gaussian.form.matrix())
+_VALUES_OF_FORM: Any = property(lambda joint: joint.form.values)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -109,83 +110,40 @@ class LogitGaussian:
         return torch.softmax(-torch.logsumexp(-scaled, 2), 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class JointLogits:
     """The logits of C frames of one object together: covariance[i, :, j, :] is R_ij = J_i P J_jᵀ.
 
     Frames are near copies of each other, and what tells them apart is a small difference. So the covariance is float64
-    always, also where the network, and the mean, are float32; one that is given in float32 is cast.
-
-    `contrast_root` A, where there is one, has A Aᵀ = EᵀR E for the contrasts of all frames, which R itself does not
-    hold as well: beside a common shift of the logits whose variance is v, its contrasts are rounded to v · eps.
-    `rounding` is that of the numbers in R, `network_rounding` that of the network's outputs and derivatives.
+    always, also where the network, and the mean, are float32; one that is given in float32 is cast. `form` holds it,
+    and what is known of its rounding.
     """
 
     mean: Float[Tensor, "C M"]
-    covariance: Float[Tensor, "C M C M"]
-    contrast_root: Float[Tensor, "C M-1 k"] | None = field(init=False, repr=False, default=None)
-    rounding: float = field(init=False, repr=False, default=torch.finfo(torch.float64).eps)
-    network_rounding: float = field(init=False, repr=False, default=torch.finfo(torch.float64).eps)
+    covariance: Float[Tensor, "C M C M"] = _VALUES_OF_FORM
+    form: JointCovariance = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        _require_logits(self.mean, "mean")
-        frames, classes = self.mean.shape
-        _require_shape(self.covariance, (frames, classes, frames, classes), self.mean)
-        size = frames * classes
-        linalg.require_covariance(self.covariance.reshape(size, size), name="The joint covariance of the frames")
-        object.__setattr__(self, "rounding", torch.finfo(self.covariance.dtype).eps)
-        object.__setattr__(self, "network_rounding", torch.finfo(self.mean.dtype).eps)
-        object.__setattr__(self, "covariance", self.covariance.double())
-
-    @staticmethod
-    def trusted(
-        mean: Float[Tensor, "C M"],
-        covariance: Float[Tensor, "C M C M"],
-        contrast_root: Float[Tensor, "C M-1 k"] | None = None,
-        network_rounding: float | None = None,
-    ) -> JointLogits:
-        """Without the checks, for a float64 covariance that is one by construction."""
-        made = object.__new__(JointLogits)
-        own = torch.finfo(mean.dtype).eps if network_rounding is None else network_rounding
-        for name, value in (("mean", mean), ("covariance", covariance), ("contrast_root", contrast_root)):
-            object.__setattr__(made, name, value)
-        object.__setattr__(made, "network_rounding", own)
-        return made
-
-    @staticmethod
-    def from_root(mean: Float[Tensor, "C M"], root: Float[Tensor, "CM k"], network_rounding: float) -> JointLogits:
-        """From A with A Aᵀ = QᵀR Q, Q = [E, 1/√M] for every frame: contrasts and shift apart."""
-        frames, classes = mean.shape
-        apart = root.reshape(frames, classes, -1)
-        whole = (linalg.class_rotation(classes, mean.device) @ apart).flatten(0, 1)
-        covariance = linalg.symmetric(whole @ whole.mT).reshape(frames, classes, frames, classes)
-        return JointLogits.trusted(mean, covariance, apart[:, :-1], network_rounding)
+    def __init__(self, mean: Float[Tensor, "C M"], covariance: Float[Tensor, "C M C M"] | JointCovariance) -> None:
+        """A tensor is checked, and a covariance object is not, as in `LogitGaussian`."""
+        form = covariance if isinstance(covariance, JointCovariance) else _checked_joint_covariance(mean, covariance)
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "form", form)
 
     def __len__(self) -> int:
         return len(self.mean)
 
     def chosen(self, frames: Sequence[int]) -> JointLogits:
         """The joint distribution of some of the frames, in this order."""
-        kept = torch.tensor(list(frames), dtype=torch.long, device=self.mean.device)
-        root = None if self.contrast_root is None else self.contrast_root[kept]
-        return self._like(self.mean[kept], self.covariance[kept][:, :, kept], root)
+        chosen = torch.tensor(list(frames), dtype=torch.long, device=self.mean.device)
+        return JointLogits(self.mean[chosen], self.form.chosen(chosen))
 
     def calibrated(self, temperature: float, covariance_scale: float) -> JointLogits:
         """N(z/T, T_c R/T²)."""
         T, scale = require_temperature(temperature), require_covariance_scale(covariance_scale)
-        root = None if self.contrast_root is None else self.contrast_root * (math.sqrt(scale) / T)
-        return self._like(self.mean / T, self.covariance * (scale / T**2), root)
+        return JointLogits(self.mean / T, self.form.calibrated(T, scale))
 
     def to(self, device: torch.device | str) -> JointLogits:
-        root = None if self.contrast_root is None else self.contrast_root.to(device)
-        return self._like(self.mean.to(device), self.covariance.to(device), root)
-
-    def _like(
-        self, mean: Float[Tensor, "C M"], covariance: Float[Tensor, "C M C M"], root: Float[Tensor, "C M-1 k"] | None
-    ) -> JointLogits:
-        made = JointLogits.trusted(mean, covariance, root, self.network_rounding)
-        object.__setattr__(made, "rounding", self.rounding)
-        return made
+        return JointLogits(self.mean.to(device), self.form.to(device))
 
     def marginals(self) -> LogitGaussian:
         """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
@@ -199,6 +157,19 @@ def _checked_covariance(mean: Tensor, covariance: Tensor) -> FullCovariance:
     _require_shape(covariance, (size, classes, classes), mean)
     linalg.require_covariance(covariance, name="The covariance of the logits")
     return FullCovariance(covariance)
+
+
+def _checked_joint_covariance(mean: Tensor, covariance: Tensor) -> JointCovariance:
+    _require_logits(mean, "mean")
+    frames, classes = mean.shape
+    _require_shape(covariance, (frames, classes, frames, classes), mean)
+    size = frames * classes
+    linalg.require_covariance(covariance.reshape(size, size), name="The joint covariance of the frames")
+    return JointCovariance(
+        covariance.double(),
+        rounding=torch.finfo(covariance.dtype).eps,
+        network_rounding=torch.finfo(mean.dtype).eps,
+    )
 
 
 def require_temperature(temperature: float) -> float:

@@ -105,8 +105,8 @@ class _Spread:
         frames, classes = joint.mean.shape
         size = frames * (classes - 1)
         name = "The covariance between the frames"
-        if joint.contrast_root is not None:
-            directions, deviations, _ = linalg.singular_vectors(joint.contrast_root.flatten(0, 1), name=name)
+        if joint.form.contrast_root is not None:
+            directions, deviations, _ = linalg.singular_vectors(joint.form.contrast_root.flatten(0, 1), name=name)
             scale = 1.0
         else:
             eigenvalues, vectors = linalg.eigenvectors(_contrasts(joint), name=name)
@@ -114,7 +114,11 @@ class _Spread:
             # R was rounded as a whole, with a common shift of the logits that can be far larger than its contrasts.
             largest = float(deviations[0].square())
             scale = float(joint.covariance.norm()) / largest if largest > 0 else 1.0
-        share = max(4 * size * joint.rounding * scale, (8 * joint.network_rounding) ** 2) if rcond is None else rcond
+        share = (
+            max(4 * size * joint.form.rounding * scale, (8 * joint.form.network_rounding) ** 2)
+            if rcond is None
+            else rcond
+        )
         return _Spread(directions, deviations, share * float(deviations[0].square()))
 
 
@@ -126,8 +130,8 @@ def _contrasts(joint: JointLogits) -> Float[Tensor, "s s"]:
 
 def _contrast_variances(joint: JointLogits) -> Float[Tensor, "C"]:
     """The mean variance of the contrasts of each frame."""
-    if joint.contrast_root is not None:
-        return joint.contrast_root.square().sum(2).mean(1)
+    if joint.form.contrast_root is not None:
+        return joint.form.contrast_root.square().sum(2).mean(1)
     return _contrasts(joint).diagonal().reshape(len(joint), -1).mean(1)
 
 
@@ -149,7 +153,7 @@ def _fused_to_the_letter(joint: JointLogits) -> LogitGaussian:
     frames, classes = joint.mean.shape
     size = frames * classes
     # `inverse` counts the size itself.
-    rounding = max(4 * joint.rounding, (8 * joint.network_rounding) ** 2 / size)
+    rounding = max(4 * joint.form.rounding, (8 * joint.form.network_rounding) ** 2 / size)
     R = joint.covariance.flatten(2).flatten(0, 1)
     inverse = linalg.inverse(R, name="The covariance R between the frames", rounding=rounding)
     basis = _basis(joint.mean, raw=True)
@@ -165,7 +169,7 @@ def _without_repeats(joint: JointLogits, cut: float) -> list[int]:
     Where R is singular for other reasons as well, its pseudo-inverse would otherwise weigh what comes twice.
     """
     mean = joint.mean.double()
-    tolerance = mean.numel() * joint.network_rounding * mean.abs().max()
+    tolerance = mean.numel() * joint.form.network_rounding * mean.abs().max()
     alike = torch.cdist(mean, mean, p=torch.inf) <= tolerance
     kept: list[int] = []
     for frame in range(len(mean)):
@@ -177,8 +181,8 @@ def _without_repeats(joint: JointLogits, cut: float) -> list[int]:
 
 def _difference(joint: JointLogits, first: int, second: int) -> float:
     """The mean variance of the contrasts of z_i − z_j."""
-    if joint.contrast_root is not None:
-        return float((joint.contrast_root[first] - joint.contrast_root[second]).square().sum(1).mean())
+    if joint.form.contrast_root is not None:
+        return float((joint.form.contrast_root[first] - joint.form.contrast_root[second]).square().sum(1).mean())
     blocks = joint.chosen([first, second]).covariance
     between = blocks[0, :, 0] + blocks[1, :, 1] - blocks[0, :, 1] - blocks[1, :, 0]
     return float(linalg.contrast_covariance(between).diagonal().mean())

@@ -132,7 +132,7 @@ class Posterior:
             yield gaussian
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
-        network = self.information.network
+        network = self.information.task.network
         network.require_unchanged()
         checks = Checks(network.device)
         return checks, network.prepare(input_batch(x, unpack or self.unpack), checks)

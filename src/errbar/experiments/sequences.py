@@ -29,6 +29,7 @@ from errbar import metrics
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._base.progress import track
+from errbar._distributions.covariance import JointCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._model.batch import input_batch
 from errbar._operations.fusion import fuse, fuse_frames
@@ -136,7 +137,8 @@ def first_frames(joint: JointLogits, count: int) -> JointLogits:
 def with_frame_noise(joint: JointLogits, noise: Float[Tensor, "M M"]) -> JointLogits:
     """R + I ⊗ Σ_e: each frame has a variation of its own beside the error that all share."""
     own = torch.eye(len(joint), dtype=torch.float64)[:, None, :, None] * noise.cpu().double()[None, :, None, :]
-    return JointLogits.trusted(joint.mean, joint.covariance + own)
+    rounding = torch.finfo(joint.mean.dtype).eps
+    return JointLogits(joint.mean, JointCovariance(joint.covariance + own, network_rounding=rounding))
 
 
 def gaussians(
