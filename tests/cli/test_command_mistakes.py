@@ -16,9 +16,11 @@ import errbar
 from command_line import CLASSES, Workspace, run, said
 from errbar._curvature.registry import structure_names
 from errbar.cli import choices
+from processes import environment, torchrun
 
 FIT = ["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"]
 MODEL = ["--model", "tiny_net:trained"]
+ERRBAR = ["-m", "errbar"]
 
 
 @pytest.fixture
@@ -245,24 +247,11 @@ def test_without_an_extra_the_sentence_says_what_to_install(
 # -------------------------------------------------------------------------------------------- processes of their own
 
 
-def environment(**more: str) -> dict[str, str]:
-    source = str(Path(errbar.__file__).parent.parent)
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
-
-
 def test_the_shell_completes_commands() -> None:
     asked = environment(_ERRBAR_COMPLETE="complete_bash", COMP_WORDS="errbar cal", COMP_CWORD="1")
-    command = [sys.executable, "-m", "errbar"]
+    command = [sys.executable, *ERRBAR]
     result = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout.split() == ["calibrate"]
-
-
-def torchrun(*arguments: str, run: tuple[str, ...] = ("-m", "errbar")) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command += [*run, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 LEFT_THREADS = """
@@ -283,7 +272,7 @@ def test_no_thread_of_a_job_outlives_it(tmp_path: Path, monkeypatch: pytest.Monk
     """One that does aborts the process now and then, when the interpreter ends before it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(LEFT_THREADS)
-    result = torchrun(run=("script.py",))
+    result = torchrun(2, "script.py")
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         during, after = map(int, (tmp_path / f"threads-{rank}").read_text().split())
@@ -294,7 +283,7 @@ def test_no_thread_of_a_job_outlives_it(tmp_path: Path, monkeypatch: pytest.Monk
 def test_two_processes_fit_what_one_fits_and_one_of_them_speaks(files: Workspace, tmp_path: Path) -> None:
     both, alone = tmp_path / "both.safetensors", tmp_path / "alone.safetensors"
     said(*FIT, "-o", str(alone))
-    result = torchrun(*FIT, "-o", str(both), "--json")
+    result = torchrun(2, *ERRBAR, *FIT, "-o", str(both), "--json")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count('"command": "fit"') == 1
     assert result.stdout.count("\n") == 1
@@ -305,7 +294,9 @@ def test_two_processes_fit_what_one_fits_and_one_of_them_speaks(files: Workspace
 
 @pytest.mark.slow
 def test_a_mistake_of_two_processes_is_told_once(files: Workspace, tmp_path: Path) -> None:
-    result = torchrun("fit", "tiny_net:trained", "wide.npz", "--last-layers", "1", "-o", str(tmp_path / "p"))
+    result = torchrun(
+        2, *ERRBAR, "fit", "tiny_net:trained", "wide.npz", "--last-layers", "1", "-o", str(tmp_path / "p")
+    )
     assert result.returncode == 1
     assert result.stderr.count("errbar: The model failed on") == 1
     assert not (tmp_path / "p").exists()
@@ -314,7 +305,7 @@ def test_a_mistake_of_two_processes_is_told_once(files: Workspace, tmp_path: Pat
 @pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_in_several_processes(files: Workspace, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
-    result = torchrun("predict", "posterior.safetensors", "data.npz", *MODEL, "-o", str(output))
+    result = torchrun(2, *ERRBAR, "predict", "posterior.safetensors", "data.npz", *MODEL, "-o", str(output))
     assert result.returncode == 1
     assert "errbar: errbar predict was started 2 times by torchrun" in result.stderr
     assert not output.exists()

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,32 +17,7 @@ from command_line import Workspace, run
 from errbar import demo
 from errbar.serve.digits import digits
 from errbar.serve.server import Address
-
-SOURCES = Path(errbar.__file__).parent.parent
-
-
-@contextmanager
-def started(
-    folder: Path, *arguments: str, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """`errbar serve` in a process of its own, and what it has said when it was ready."""
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "errbar", "serve", *arguments, "--port", "0", "--json"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate(timeout=20)
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.communicate()
+from processes import service_process
 
 
 @pytest.fixture
@@ -63,7 +33,7 @@ def test_a_posterior_from_files_is_served_and_stops_gracefully(workspace: Worksp
     arguments = ["it.safetensors", "other.safetensors", "--model", "tiny_net:trained", "--model", "tiny_net:other"]
     arguments += ["--reference", "data.npz"]
     token = {"ERRBAR_TOKEN": "a-token-of-the-environment"}
-    with started(workspace.folder, *arguments, **token) as (process, said):
+    with service_process(workspace.folder, *arguments, **token) as (process, said):
         headers = {"authorization": "Bearer a-token-of-the-environment"}
         assert said["posteriors"] == ["it", "other"]
         assert said["url"].startswith("http://127.0.0.1:")

@@ -27,6 +27,7 @@ from errbar._curvature.workload import Cost, Workload
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
+from processes import torchrun
 
 LAMBDA = 3.0
 
@@ -209,8 +210,6 @@ def test_it_is_planned() -> None:
 
 
 def test_it_is_reduced_over_two_ranks(tmp_path: Path) -> None:
-    from test_ranks import torchrun
-
     run = torchrun(2, __file__, str(tmp_path))
     assert run.returncode == 0, run.stderr[-4000:]
     model, x, _ = problem()

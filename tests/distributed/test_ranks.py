@@ -22,28 +22,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import errbar
 import ranks_worker
+from comparison import FLOAT32_ROUNDING, ROUNDING, assert_close, assert_same_bits
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from places import ROOT, SUPPORT
+from processes import environment, torchrun
 
 # A job of one takes the same way as no job.
 WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, 3]
 SEVERAL = [2, 3]
-# Sums of float64 numbers in another order; products of float32 numbers in other blocks.
-ROUNDING, FLOAT32_ROUNDING = 1e-9, 1e-6
-
-
-def environment() -> dict[str, str]:
-    source = str(Path(errbar.__file__).parent.parent)
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(SUPPORT)])}
-
-
-def torchrun(world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    # Port 0: torchrun takes one that is free, and nobody can take it in between.
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="session")
@@ -70,23 +58,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @cache
 def in_one_process(case: str) -> dict[str, Any]:
     return ranks_worker.CASES[case](0, 1)
-
-
-def assert_same_bits(values: list[Any]) -> None:
-    for value in values[1:]:
-        if isinstance(value, Tensor):
-            assert torch.equal(value, values[0])
-        else:
-            assert value == values[0]
-
-
-def assert_close(value: Any, expected: Any, tolerance: float, what: str) -> None:
-    if expected is None:
-        assert value is None, what
-        return
-    value, expected = torch.as_tensor(value).double(), torch.as_tensor(expected).double()
-    assert value.shape == expected.shape, what
-    assert float((value - expected).abs().max()) <= tolerance * float(expected.abs().max()), what
 
 
 # ------------------------------------------------------------------------------------------------------ agreement

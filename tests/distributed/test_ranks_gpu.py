@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ranks import ROUNDING, assert_close, assert_same_bits, torchrun
 
 import ranks_worker
+from comparison import ROUNDING, assert_close, assert_same_bits
+from processes import torchrun
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from places import ROOT
+from processes import environment
 
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
@@ -39,10 +40,11 @@ def test_the_commands_of_the_readme_run_in_an_empty_folder(tmp_path: Path) -> No
     for name, module in (("errbar", "-m errbar"), ("python", ""), ("torchrun", "-m torch.distributed.run")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (programs / name).chmod(0o755)
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
     command = ["sh", "-e", "-c", script]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        command, cwd=folder, env=environment(PATH=path), capture_output=True, text=True, timeout=500, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 897
     assert (folder / "both.safetensors").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,18 +15,17 @@ import checkpoint_worker
 import errbar
 import ranks_worker
 from places import SUPPORT
+from processes import environment
 
 
 def ranks(world: int, folder: Path, structure: str, when: int | None = None) -> tuple[list[int], list[dict[str, Any]]]:
     """What the ranks of a job returned, and what those found that were not killed."""
-    source = str(Path(errbar.__file__).parents[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(SUPPORT)])}
     command = [sys.executable, str(SUPPORT / "checkpoint_worker.py")]
     last = [] if when is None else [str(when)]
     for old in folder.glob("*.pt"):
         old.unlink()
     processes = [
-        subprocess.Popen([*command, str(rank), str(world), str(folder), structure, *last], env=environment)
+        subprocess.Popen([*command, str(rank), str(world), str(folder), structure, *last], env=environment())
         for rank in range(world)
     ]
     codes = [process.wait(timeout=200) for process in processes]

@@ -26,25 +26,15 @@ from errbar._base import atomic, container
 from errbar.experiments import runs, store
 from errbar.plots.curves import new_figure, write_figure
 from mutations import sealed
-from places import FORMAT_FILES, SUPPORT
-
-
-def script(name: str, *arguments: object) -> dict[str, Any]:
-    """Run a script of this folder in a process of its own, and read what it prints."""
-    source = str(Path(errbar.__file__).parent.parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
-
+from places import FORMAT_FILES
+from processes import environment, script_output
 
 # ------------------------------------------------------------------------------------------------------------ kills
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_whoever_is_killed_while_saving_leaves_a_whole_file(count: int, tmp_path: Path) -> None:
-    found = script("kill_files.py", "save", count, 1, tmp_path)
+    found = script_output("kill_files.py", "save", count, 1, tmp_path)
     assert found["wrong"] == []
     assert found["kills"] + found["ends"] == count
     assert found["kills"] >= 1 + count // 4
@@ -52,7 +42,7 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(count: int, tmp_path
 
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_fit_that_is_killed_at_any_moment_ends_with_the_same_result(count: int, tmp_path: Path) -> None:
-    found = script("kill_files.py", "fit", count, 1, tmp_path)
+    found = script_output("kill_files.py", "fit", count, 1, tmp_path)
     assert found["wrong"] == []
     assert found["kills"] == count
     assert len(found["resumed"]) >= 1 + count // 50
@@ -63,7 +53,7 @@ def test_a_fit_that_is_killed_at_any_moment_ends_with_the_same_result(count: int
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutated_files_are_refused_with_an_error_of_ours_and_without_memory(count: int, tmp_path: Path) -> None:
-    found = script("fuzz_files.py", count, count, tmp_path)
+    found = script_output("fuzz_files.py", count, count, tmp_path)
     assert found["wrong"] == []
     assert found["refused"] + found["read"] == count
     assert found["refused"] > 0.8 * count
@@ -349,7 +339,7 @@ def test_the_standard_output_is_refused_where_it_is_a_pipe() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(errbar.__file__).parent.parent)},
+        env=environment(),
     )
     assert done.stdout == ""
     assert "errbar.errors.FileError: Cannot write /dev/stdout: it is a pipe" in done.stderr

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import errbar
+from comparison import assert_close
 from errbar import Prior
 
 FLOAT64 = torch.float64
@@ -89,13 +90,6 @@ def reference(model: nn.Module, names: tuple[str, ...], *args: Tensor, prior: fl
         information += jacobian.T @ (torch.diag(pmf) - torch.outer(pmf, pmf)) @ jacobian
     P = torch.linalg.inv(information + prior * torch.eye(len(information), dtype=FLOAT64))
     return information, torch.stack([jacobian @ P @ jacobian.T for jacobian in J])
-
-
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert actual.shape == expected.shape
-    scale = max(float(expected.abs().max()), 1e-300)
-    error = float((actual.double() - expected.double()).abs().max())
-    assert error <= tolerance * scale, f"{error:.3g} off, scale {scale:.3g}"
 
 
 def assert_right(model: nn.Module, *args: Tensor, tolerance: float = 1e-8, **select: Any) -> errbar.Posterior:

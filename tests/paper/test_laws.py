@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import errbar
+from comparison import assert_close
 from errbar._curvature import structure as structures
 
 # The first counterexample says enough; shrinking it would take longer than all the tests.
@@ -80,13 +81,6 @@ def random_gaussian(seed: int, rows: int, classes: int, dtype: torch.dtype = tor
     covariance = root @ root.mT / classes
     mean = torch.randn(rows, classes, generator=generator, dtype=torch.float64)
     return errbar.LogitGaussian(mean.to(dtype), ((covariance + covariance.mT) / 2).to(dtype))
-
-
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    """Equal up to `tolerance` of the largest entry expected."""
-    scale = max(float(expected.abs().max()), 1e-300)
-    error = float((actual - expected).abs().max())
-    assert error <= tolerance * scale, f"{error:.3g} off, scale {scale:.3g}"
 
 
 def assert_positive_semidefinite(matrix: Tensor, scale: float) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 
 import errbar
 import oracle
+from comparison import assert_close
 
-ALGEBRA = 1e-8
 PRIOR_PRECISION = 1.7
 N_TRAIN, N_TEST = 23, 4
 SUBSETS = [
@@ -39,14 +39,6 @@ properties = settings(deadline=None, derandomize=True, max_examples=40)
 def numpy(value: torch.Tensor | np.ndarray | float) -> np.ndarray:
     """Any number or tensor as a float64 array."""
     return value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, dtype=np.float64)
-
-
-def assert_close(actual: torch.Tensor | float, expected: np.ndarray | float, relative: float = ALGEBRA) -> None:
-    """Every entry within `relative` of the largest one; shapes equal, nothing NaN."""
-    actual, expected = numpy(actual), numpy(expected)
-    assert actual.shape == expected.shape
-    error = np.max(np.abs(actual - expected))
-    assert error <= relative * np.max(np.abs(expected)), f"error {error:.3g}, scale {np.max(np.abs(expected)):.3g}"
 
 
 def assert_within(actual: torch.Tensor, expected: np.ndarray, standard_error: np.ndarray) -> None:
@@ -169,7 +161,7 @@ def test_backward_passes_equal_central_differences(name: str) -> None:
     """The oracle's own Jacobians are checked by a method that knows nothing of autograd."""
     case = problem(name, "all")
     differences = oracle.jacobians_by_differences(case.model, case.x_test, case.names)
-    assert_close(np.array(case.J_test), np.array(differences), relative=1e-7)
+    assert_close(np.array(case.J_test), np.array(differences), tolerance=1e-7)
 
 
 @every_fisher
@@ -177,13 +169,13 @@ def test_the_root_of_the_logit_fisher_squares_to_it(fisher: str) -> None:
     """R R^T = diag f - f f^T, and diag sqrt(eta) squared is diag eta."""
     f = oracle.softmax(np.array([0.3, -1.2, 2.0, 0.1]))
     root = oracle.logit_fisher_root(f, fisher)
-    assert_close(root @ root.T, oracle.logit_fisher(f, fisher), relative=1e-14)
+    assert_close(root @ root.T, oracle.logit_fisher(f, fisher), tolerance=1e-14)
 
 
 def test_the_contrast_basis_is_orthonormal_and_sums_to_zero() -> None:
     """Helmert's contrasts span the complement of the common shift."""
     B = oracle.contrast_basis(5)
-    assert_close(B.T @ B, np.eye(4), relative=1e-14)
+    assert_close(B.T @ B, np.eye(4), tolerance=1e-14)
     assert np.max(np.abs(B.sum(axis=0))) < 1e-14
 
 
@@ -533,19 +525,19 @@ def test_summaries_are_those_of_the_samples(name: str, subset: int | str, fisher
     M = case.g_test.shape[1]
     gamma = np.linspace(0.1, 0.4, M)
     for n, f in enumerate(numpy(prediction.samples())):
-        assert_close(f.sum(axis=1), np.ones(K), relative=1e-12)
+        assert_close(f.sum(axis=1), np.ones(K), tolerance=1e-12)
         assert_close(prediction.pmf[n], oracle.pmf(f))
         assert_close(prediction.covariance[n], oracle.pmf_covariance(f))
         assert_close(prediction.std[n], np.sqrt(np.diag(oracle.pmf_covariance(f))))
         # 1/K or 1/(K - 1) inside the standard error: half a part in K.
         standard_error = np.sqrt(np.diag(oracle.pmf_covariance(f)) / K)
-        assert_close(prediction.standard_error[n], standard_error, relative=1.0 / K)
-        assert_close(prediction.risk(0.25)[n], oracle.risk(f, np.full(M, 0.25)), relative=1e-12)
-        assert_close(prediction.risk(torch.from_numpy(gamma))[n], oracle.risk(f, gamma), relative=1e-12)
+        assert_close(prediction.standard_error[n], standard_error, tolerance=1.0 / K)
+        assert_close(prediction.risk(0.25)[n], oracle.risk(f, np.full(M, 0.25)), tolerance=1e-12)
+        assert_close(prediction.risk(torch.from_numpy(gamma))[n], oracle.risk(f, gamma), tolerance=1e-12)
         assert int(prediction.label[n]) == int(np.argmax(oracle.pmf(f)))
         assert_close(prediction.confidence[n], np.max(oracle.pmf(f)))
         assert_close(prediction.entropy[n], oracle.entropy(oracle.pmf(f)))
-        assert_close(prediction.mutual_information[n], oracle.mutual_information(f), relative=1e-7)
+        assert_close(prediction.mutual_information[n], oracle.mutual_information(f), tolerance=1e-7)
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.95])
@@ -565,7 +557,7 @@ def test_interval_is_equal_tailed(level: float, fisher: str) -> None:
 def test_risk_is_strict() -> None:
     """A probability that equals the threshold does not exceed it."""
     certain = gaussian(np.zeros((1, 2)), np.zeros((1, 2, 2))).predict(samples=10)
-    assert_close(certain.pmf, np.array([[0.5, 0.5]]), relative=1e-15)
+    assert_close(certain.pmf, np.array([[0.5, 0.5]]), tolerance=1e-15)
     assert numpy(certain.risk(0.5)).tolist() == [[0.0, 0.0]]
     assert numpy(certain.risk(0.4999)).tolist() == [[1.0, 1.0]]
 
@@ -580,7 +572,7 @@ def test_all_inputs_share_the_draws() -> None:
         contrasts = (np.log(f_n) - g_n) @ B
         lengths.append(np.sum(contrasts @ np.linalg.inv(B.T @ P_n @ B) * contrasts, axis=1))
     for other in lengths[1:]:
-        assert_close(other, lengths[0], relative=1e-7)
+        assert_close(other, lengths[0], tolerance=1e-7)
 
 
 @every_fisher
@@ -739,8 +731,8 @@ def test_fusion_of_frames_of_a_fitted_classifier(raw: bool, fisher: str) -> None
     R = oracle.joint_logit_covariance(case.J_test[:3], case.covariance(fisher))
     rule = oracle.fuse_frames if raw else oracle.fuse_frames_contrasts
     mean, P = rule(case.g_test[:3], R)
-    assert_close(oracle.center(numpy(fused.mean)), oracle.center(mean)[None], relative=1e-7)
-    assert_close(fused.covariance, P[None], relative=1e-7)
+    assert_close(oracle.center(numpy(fused.mean)), oracle.center(mean)[None], tolerance=1e-7)
+    assert_close(fused.covariance, P[None], tolerance=1e-7)
 
 
 @every_fisher
@@ -752,10 +744,10 @@ def test_repeating_a_frame_changes_nothing(fisher: str) -> None:
     repeated = errbar.fuse_frames(posterior.joint_logits(case.x_test[[0, 1, 1, 0, 1]]))
     R = oracle.joint_logit_covariance([case.J_test[i] for i in (0, 1, 1, 0, 1)], case.covariance(fisher))
     mean, P = oracle.fuse_frames_contrasts(case.g_test[[0, 1, 1, 0, 1]], R)
-    assert_close(oracle.center(numpy(repeated.mean)), mean[None], relative=1e-7)
-    assert_close(repeated.covariance, P[None], relative=1e-7)
-    assert_close(oracle.center(numpy(repeated.mean)), oracle.center(numpy(once.mean)), relative=1e-7)
-    assert_close(repeated.covariance, numpy(once.covariance), relative=1e-7)
+    assert_close(oracle.center(numpy(repeated.mean)), mean[None], tolerance=1e-7)
+    assert_close(repeated.covariance, P[None], tolerance=1e-7)
+    assert_close(oracle.center(numpy(repeated.mean)), oracle.center(numpy(once.mean)), tolerance=1e-7)
+    assert_close(repeated.covariance, numpy(once.covariance), tolerance=1e-7)
 
 
 @every_fisher
@@ -767,8 +759,8 @@ def test_more_contrasts_than_parameters_are_fused_on_the_range(fisher: str) -> N
     R = oracle.joint_logit_covariance(J, case.covariance(fisher))
     mean, P = oracle.fuse_frames_contrasts(g, R)
     fused = errbar.fuse_frames(fitted(case, 1, fisher).joint_logits(frames))
-    assert_close(oracle.center(numpy(fused.mean)), mean[None], relative=1e-6)
-    assert_close(fused.covariance, P[None], relative=1e-6)
+    assert_close(oracle.center(numpy(fused.mean)), mean[None], tolerance=1e-6)
+    assert_close(fused.covariance, P[None], tolerance=1e-6)
 
 
 @pytest.mark.parametrize("variance", [1e-2, 1e-6, 1e-9])
@@ -786,8 +778,8 @@ def test_a_frame_that_is_nearly_certain_counts_by_the_formula(variance: float) -
     mean, covariance = exact_fusion_of_frames(z, R)
     # R is rounded to eps of its largest entry, and the surest frame is `variance` of that.
     tolerance = 1e-13 / variance
-    assert_close(oracle.center(numpy(fused.mean)), mean[None], relative=tolerance)
-    assert_close(fused.covariance, covariance[None], relative=tolerance)
+    assert_close(oracle.center(numpy(fused.mean)), mean[None], tolerance=tolerance)
+    assert_close(fused.covariance, covariance[None], tolerance=tolerance)
     assert fused.rank == 6
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_serve_command import started
 
 import errbar
 from command_line import Workspace
+from processes import service_process
 
 SECONDS = float(os.environ.get("ERRBAR_OVERLOAD_SECONDS", "600"))
 CLIENTS = 48
@@ -76,7 +76,7 @@ def test_overload_loses_no_answer_and_takes_no_more_memory(workspace: Workspace)
         body = {"inputs": x.tolist(), "seed": number % 20, "samples": 1000}
         questions.append((json.dumps(body).encode(), fitted.predict(x, 1000, number % 20).pmf))
     arguments = ["overload.safetensors", "--model", "tiny_net:trained", "--queue", "64", "--no-log"]
-    with started(workspace.folder, *arguments) as (process, said):
+    with service_process(workspace.folder, *arguments) as (process, said):
         host, _, port = said["url"].removeprefix("http://").rpartition(":")
         end = time.monotonic() + SECONDS
         clients = [Client((host, int(port)), questions, number, end) for number in range(CLIENTS)]
