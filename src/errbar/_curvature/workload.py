@@ -1,5 +1,6 @@
-"""The sizes that the cost of a fit depends on, and what all structures need beside their own arrays: rows of Jacobians,
-backward passes, Monte Carlo. What a structure costs by itself is `cost` in its own file.
+"""The sizes that the cost of a fit depends on, and what all structures need beside their own arrays.
+
+That is rows of Jacobians, backward passes and Monte Carlo. What a structure costs by itself is `cost` in its own file.
 
 Costs come from sizes alone: nothing is allocated. `errbar.plan` shows them, `structure="auto"` chooses by them, and a
 fit that would not fit is refused by them before anything large is made. `bench/memory.py` holds them against measured

@@ -1,6 +1,6 @@
-"""Tasks and information as descriptions and arrays, and back: which parameters of which weights, and how they are
-differentiated.
+"""Tasks and information as descriptions and arrays, and back.
 
+They say which parameters of which weights, and how they are differentiated.
 How to differentiate was decided by the first batch of the fit. A file keeps what was decided, so that a loaded
 posterior computes what the saved one did; the layers it names are compared with those of the model.
 """

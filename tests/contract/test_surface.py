@@ -1,22 +1,19 @@
-"""The public surface, the direction of imports and what importing costs: the shape of the package is itself tested."""
+"""The public surface, and what importing the package does and does not do."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import errbar
-
-SOURCE = Path(errbar.__file__).parent
+from source_tree import MODULES, SOURCE
 
 PUBLIC = {
     # values
@@ -78,68 +75,6 @@ PUBLIC = {
     "WeightsChangedError",
     "__version__",
 }
-
-# From the bottom to the top: a package, or a module beside them, imports only from those above it in this list.
-PACKAGES = [
-    "version",
-    "errors",
-    "_base",
-    "_model",
-    "metrics",
-    "_distributed",
-    "_distributions",
-    "_derivative",
-    "_curvature",
-    "_planning",
-    "_posterior",
-    "_files",
-    "_export",
-    "_operations",
-    "_monitor",
-    "plots",
-    "report",
-    "sklearn",
-    "lightning",
-    "experiments",
-    "demo",
-    "serve",
-    "cli",
-    "__main__",
-]
-
-# Where a value has a method that belongs to a higher package, that is imported inside the method. There are no others.
-DOORS = {
-    ("_posterior.collect", "_files.checkpoint"),
-    ("_posterior.information", "_files.save"),
-    ("_posterior.posterior", "_files.save"),
-    ("_posterior.posterior", "_export.write"),
-}
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
-
-
-def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in the file."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} line {node.lineno}: a relative import"
-            module = node.module or ""
-            inside = [f"{module}.{alias.name}" for alias in node.names]
-            submodules = [name for name in inside if name.removeprefix("errbar.") in MODULES]
-            names = submodules if len(submodules) == len(inside) else [module, *submodules]
-        found.update(name.partition(".")[2] for name in names if name.split(".")[0] == "errbar")
-    return found
-
 
 # ----------------------------------------------------------------------------------------------------- the surface
 
@@ -318,90 +253,7 @@ def test_the_covariance_of_a_prediction_is_computed_when_it_is_read() -> None:
     assert prediction.covariance is prediction.covariance
 
 
-# ------------------------------------------------------------------------------------------------- the inner shape
-
-
-def package_of(module: str) -> str:
-    return module.split(".")[0]
-
-
-def test_every_package_has_its_place_in_the_order() -> None:
-    assert {package_of(name) for name in MODULES if name} == set(PACKAGES)
-
-
-def test_packages_import_only_from_those_below_them() -> None:
-    upwards = {
-        (name, other)
-        for name, path in MODULES.items()
-        if name
-        for other in imports(path)
-        if other in MODULES and other and PACKAGES.index(package_of(other)) > PACKAGES.index(package_of(name))
-    }
-    assert upwards == DOORS
-
-
-def test_doors_are_inside_functions() -> None:
-    for name, other in DOORS:
-        at_the_top = ast.parse(MODULES[name].read_text(encoding="utf-8")).body
-        modules = {node.module for node in at_the_top if isinstance(node, ast.ImportFrom)}
-        assert f"errbar.{other}" not in modules
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = {
-        name: {o for o in imports(path) if o in MODULES and (name, o) not in DOORS} for name, path in MODULES.items()
-    }
-    # The package itself gathers the public names, and every package its own.
-    graph = {name: others - {""} for name, others in graph.items() if MODULES[name].name != "__init__.py"}
-    done: set[str] = set()
-
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " → ".join((*way, name))
-        if name not in done:
-            for other in graph.get(name, ()):
-                visit(other, (*way, name))
-            done.add(name)
-
-    for name in graph:
-        visit(name, ())
-
-
-def test_contributing_shows_the_tree_that_is_there() -> None:
-    text = (SOURCE.parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tree = text.split("```text\n")[1].split("```")[0]
-    shown: dict[str, set[str]] = {}
-    package = ""
-    for line in tree.splitlines():
-        package = line[:18].strip() or package
-        if package.endswith("/"):
-            shown.setdefault(package[:-1], set()).update(name for name in line[18:].replace(",", " ").split())
-    there: dict[str, set[str]] = {}
-    for name, path in MODULES.items():
-        if "." in name and path.name != "__init__.py":
-            there.setdefault(package_of(name), set()).add(name.partition(".")[2])
-    assert shown == there
-
-
-def test_only_one_module_calls_torch_linalg() -> None:
-    for name, path in MODULES.items():
-        uses = [
-            node.lineno
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr == "linalg"
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "torch"
-            )
-            or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.linalg"))
-        ]
-        assert not uses or name == "_base.linalg", f"{name}, lines {uses}"
-
-
-def test_every_module_says_what_it_is_for() -> None:
-    for name, path in MODULES.items():
-        if path.stat().st_size:
-            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), name
+# ------------------------------------------------------------------------------------------------------- importing
 
 
 def test_importing_the_package_needs_no_extra() -> None:
@@ -446,7 +298,7 @@ def test_other_attributes_are_still_missing() -> None:
 
 def test_no_message_names_an_installation_that_cannot_work() -> None:
     """The package is in no index: what is to be typed starts from a clone."""
-    texts = [*SOURCE.rglob("*.py"), *SOURCE.parents[1].glob("README.md"), *SOURCE.parents[1].glob("docs/*.md")]
+    texts = [*MODULES.values(), *SOURCE.parents[1].glob("README.md"), *SOURCE.parents[1].glob("docs/*.md")]
     found = [path.name for path in texts if re.search(r"pip install '?errbar", path.read_text(encoding="utf-8"))]
     assert found == ["errors.py"]  # where the reason is given
 
