@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,22 @@ def workspace(workspace_folder: Path, monkeypatch: pytest.MonkeyPatch) -> comman
     x = command_line.arrays()
     parts = [(x[f"x_{name}"], x[f"y_{name}"]) for name in ("train", "validation", "test")]
     return command_line.Workspace(workspace_folder, net.trained(), net.other(), *parts)
+
+
+@pytest.fixture(scope="session")
+def curvlinops() -> types.ModuleType:
+    """The library; what its own imports warn about is not ours to fix."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("curvlinops")
+
+
+@pytest.fixture
+def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Jacobian of a sample by itself is a failure."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a generic Jacobian was formed")
+
+    monkeypatch.setattr("errbar._derivative.layerwise.jacobians", forbidden)
+    monkeypatch.setattr("errbar._derivative.route.jacobians", forbidden)

@@ -12,6 +12,7 @@ from torch import nn
 
 import errbar
 from errbar import report
+from networks import trained
 
 pytestmark = pytest.mark.browser
 
@@ -28,11 +29,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[:100]), y[:100]).backward()
-        optimizer.step()
+    trained(model, x[:100], y[:100], steps=60, lr=0.02)
     posterior = errbar.fit(model, [(x[:100], y[:100])], last_layers=2)
     posterior = posterior.with_calibration(temperature=1.2, covariance_scale=0.5)
     foreign = [torch.rand(50, 1, 6, 6, generator=generator) * 3]

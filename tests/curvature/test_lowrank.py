@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
+from data import draw
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._curvature import lowrank
@@ -20,12 +21,9 @@ from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar.errors import ArgumentError, CovarianceError, ForgetError, ModelError, SizeError
+from networks import one_logit, seeded
 
 CPU = torch.device("cpu")
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def spread_rows(count: int, n: int, *, decay: float, seed: int = 0) -> Tensor:
@@ -291,22 +289,12 @@ def convolutional() -> nn.Module:
     )
 
 
-def one_logit() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolutional": (convolutional, (1, 6, 6)),
     "recurrent": (Recurrent, (5, 3)),
     "branching": (Branching, (3,)),
     "one logit": (one_logit, (5,)),
 }
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().double()
 
 
 def everything(model: nn.Module) -> tuple[Network, Selection]:

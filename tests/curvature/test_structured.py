@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import errbar
+from data import draw
 from errbar._curvature import banded
 from errbar._curvature.per_class import PerClassSum
 from errbar._derivative.layerwise import LayerwiseRoute
@@ -20,17 +21,7 @@ from errbar._distributions.covariance import DiagonalCovariance
 from errbar._model.batch import batches
 from errbar._posterior.collect import accumulate
 from errbar._posterior.information import Information
-
-
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A float64 model whose weights depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().double()
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from networks import mlp, one_logit, seeded
 
 
 class Between(nn.Module):
@@ -61,10 +52,6 @@ class TokenHead(nn.Module):
         return self.head(torch.tanh(self.tokens(self.block(x))).mean(1))
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(inplace=True), nn.Linear(6, 4))
-
-
 def without_bias() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)
@@ -86,10 +73,6 @@ def frozen() -> nn.Module:
 
 def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 75), nn.Tanh(), nn.Linear(75, 3))
-
-
-def one_logit() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 CASES = {
@@ -114,16 +97,6 @@ def generic(information: Information, data: list[tuple[Tensor, Tensor]]) -> Info
     by_layer = LayerwiseRoute.of(information.selection, information.task.n_classes, ())
     task = replace(information.task, route=Route((), by_layer=by_layer))
     return accumulate(task, batches(data))
-
-
-@pytest.fixture
-def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any generic Jacobian is a failure."""
-
-    def forbidden(*_: object) -> None:
-        raise AssertionError("a generic Jacobian was formed")
-
-    monkeypatch.setattr("errbar._derivative.layerwise.jacobians", forbidden)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import errbar
 from comparison import assert_close
+from data import draw
 from errbar._base import linalg
 from errbar._base.execution import plain_execution
 from errbar._curvature.block import BlockAccumulator, blocks
@@ -35,24 +36,10 @@ from errbar._model.batch import Batch, to_batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar._model.selection import select as select_parameters
+from networks import mlp, seeded
 
 STRUCTURES = ["dense", "block", "diag", "kron"]
 FLOAT64 = torch.float64
-
-
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A float64 model whose weights depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().double().eval()
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT64)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(inplace=True), nn.Linear(6, 4))
 
 
 def without_bias() -> nn.Module:
@@ -444,14 +431,6 @@ def test_small_parts_of_a_batch_give_what_the_whole_gives(monkeypatch: pytest.Mo
     close(parts.dense(), total.dense(), 1e-12)
     again = parts.condition(run.prior(), 1e-12).gaussian(draw(5, 3), run.linearised(x)[1]).covariance
     close(again, covariance)
-
-
-@pytest.fixture(scope="module")
-def curvlinops() -> types.ModuleType:
-    """The library; what its own imports warn about is not ours to fix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("curvlinops")
 
 
 def plain_convolutional() -> nn.Module:

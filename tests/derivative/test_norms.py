@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import errbar
+from data import draw
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.norms import norm_layers
 from errbar._derivative.trace import UnlikeFirstBatchError
@@ -34,10 +35,6 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
                 if name.endswith(("running_mean", "running_var")):
                     buffer.copy_(torch.rand(buffer.shape) + 0.5)
         return model
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=FLOAT64)
 
 
 class Twice(nn.Module):
@@ -93,17 +90,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
     "over tokens": (Tokens, (5, 4), ["first", "second", "head"]),
     "everything": (lambda: pictures(nn.BatchNorm2d(4)), (2, 5, 5), ["0", "1", "4"]),
 }
-
-
-@pytest.fixture
-def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Jacobian of a sample by itself is a failure."""
-
-    def forbidden(*_: object) -> None:
-        raise AssertionError("a generic Jacobian was formed")
-
-    monkeypatch.setattr("errbar._derivative.layerwise.jacobians", forbidden)
-    monkeypatch.setattr("errbar._derivative.route.jacobians", forbidden)
 
 
 def by_autograd(model: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:

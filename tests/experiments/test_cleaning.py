@@ -11,13 +11,11 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
 import errbar
+from data import generator
 from errbar.experiments import cleaning
+from networks import trained
 
 N, CLASSES = 400, 4
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def bytes_of(*shape: int, seed: int) -> Tensor:
@@ -96,11 +94,7 @@ def fitted() -> tuple[errbar.Posterior, Tensor, Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(9)
         model = nn.Sequential(nn.Flatten(), nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
-    for _ in range(150):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
+    trained(model, x, y, steps=150, lr=0.02, weight_decay=1e-3)
     return errbar.fit(model, [(x, y)], last_layers=2, prior=errbar.Prior(1.0)), x, y, kind
 
 

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import errbar
+from data import generator
 from errbar import metrics
 from errbar.experiments import sequences
 from errbar.experiments.views import rotated, views
+from networks import trained
 
 SIDE, CLASSES, FRAMES = 4, 3, 4
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @functools.cache
@@ -36,11 +34,7 @@ def posterior(seed: int = 0) -> errbar.Posterior:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE**2, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(60):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
+    trained(model, x, y, steps=60, lr=0.02)
     made = errbar.fit(model, [(x, y)], last_layers=2, prior=errbar.Prior(1.0))
     return made.with_calibration(temperature=1.3, covariance_scale=0.8)
 

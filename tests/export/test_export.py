@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from errbar._export.chain import Sample, chained
 from errbar._export.graph import cholesky
 from errbar._export.write import ExportRequest, checked_thresholds, graph_of
 from errbar._model.batch import Batch
+from networks import perceptron
 from places import ROOT
 
 NAMES = ["pmf", "std", "covariance", "logits", "logit_covariance", "risk"]
@@ -45,13 +45,6 @@ def seeded(model: nn.Module, seed: int = 0, scale: float = 1.5) -> nn.Module:
 
 def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), activation()]
-    return nn.Sequential(*layers[:-1])
 
 
 class SmallConvolution(nn.Module):
@@ -148,22 +141,26 @@ def by_graph(
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
-    "two layers": (lambda: mlp(6, 14, 9, 4), (6,), {"last_layers": 2}),
-    "three layers, eta": (lambda: mlp(6, 7, 5, 4, activation=nn.Tanh), (6,), {"last_layers": 3, "fisher": "eta"}),
+    "two layers": (lambda: perceptron(6, 14, 9, 4), (6,), {"last_layers": 2}),
+    "three layers, eta": (
+        lambda: perceptron(6, 7, 5, 4, activation=nn.Tanh),
+        (6,),
+        {"last_layers": 3, "fisher": "eta"},
+    ),
     "convolutions": (SmallConvolution, (1, 8, 8), {"last_layers": 2}),
-    "hundred classes": (lambda: mlp(6, 8, 100), (6,), {"last_layers": 1, "fisher": "eta"}),
-    "last layer, ggn": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1}),
-    "wide last layer": (lambda: mlp(6, 70, 3), (6,), {"last_layers": 1}),
-    "last layer, kron": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1, "structure": "kron"}),
-    "last layer, diag": (lambda: mlp(6, 8, 5), (6,), {"last_layers": 1, "structure": "diag"}),
-    "two layers, kron": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "kron"}),
-    "two layers, diag": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "diag"}),
-    "two layers, block": (lambda: mlp(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "block"}),
-    "one logit": (lambda: mlp(6, 8, 1), (6,), {"last_layers": 2}),
-    "one logit, eta": (lambda: mlp(6, 8, 1), (6,), {"last_layers": 1, "fisher": "eta"}),
-    "one logit, kron": (lambda: mlp(6, 8, 1), (6,), {"last_layers": 1, "structure": "kron"}),
-    "one logit, diag": (lambda: mlp(6, 8, 1), (6,), {"last_layers": 1, "structure": "diag"}),
-    "two classes": (lambda: mlp(6, 8, 2), (6,), {"last_layers": 2}),
+    "hundred classes": (lambda: perceptron(6, 8, 100), (6,), {"last_layers": 1, "fisher": "eta"}),
+    "last layer, ggn": (lambda: perceptron(6, 8, 5), (6,), {"last_layers": 1}),
+    "wide last layer": (lambda: perceptron(6, 70, 3), (6,), {"last_layers": 1}),
+    "last layer, kron": (lambda: perceptron(6, 8, 5), (6,), {"last_layers": 1, "structure": "kron"}),
+    "last layer, diag": (lambda: perceptron(6, 8, 5), (6,), {"last_layers": 1, "structure": "diag"}),
+    "two layers, kron": (lambda: perceptron(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "kron"}),
+    "two layers, diag": (lambda: perceptron(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "diag"}),
+    "two layers, block": (lambda: perceptron(6, 8, 7, 5), (6,), {"last_layers": 2, "structure": "block"}),
+    "one logit": (lambda: perceptron(6, 8, 1), (6,), {"last_layers": 2}),
+    "one logit, eta": (lambda: perceptron(6, 8, 1), (6,), {"last_layers": 1, "fisher": "eta"}),
+    "one logit, kron": (lambda: perceptron(6, 8, 1), (6,), {"last_layers": 1, "structure": "kron"}),
+    "one logit, diag": (lambda: perceptron(6, 8, 1), (6,), {"last_layers": 1, "structure": "diag"}),
+    "two classes": (lambda: perceptron(6, 8, 2), (6,), {"last_layers": 2}),
     "no biases": (
         lambda: nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)),
         (6,),
@@ -174,8 +171,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]
         (6,),
         {"last_layers": 2, "structure": "kron"},
     ),
-    "biases alone, kron": (lambda: mlp(6, 8, 3), (6,), {"parameters": ["0.bias", "2.bias"], "structure": "kron"}),
-    "a weight without its bias": (lambda: mlp(6, 8, 5), (6,), {"parameters": ["0.weight", "2.bias"]}),
+    "biases alone, kron": (
+        lambda: perceptron(6, 8, 3),
+        (6,),
+        {"parameters": ["0.bias", "2.bias"], "structure": "kron"},
+    ),
+    "a weight without its bias": (lambda: perceptron(6, 8, 5), (6,), {"parameters": ["0.weight", "2.bias"]}),
 }
 
 
@@ -257,7 +258,7 @@ def test_files_say_what_predict_says(files: Files, ending: str, size: int) -> No
 
 @pytest.mark.slow
 def test_the_head_of_the_paper_in_onnx_runtime(tmp_path: Path) -> None:
-    model = seeded(mlp(64, 100, 40, 10))
+    model = seeded(perceptron(64, 100, 40, 10))
     posterior = errbar.fit(model, [normal(2000, 64)], last_layers=2, prior=errbar.Prior(6.0))
     assert posterior.information.n_parameters == 4450
     posterior = posterior.with_calibration(temperature=0.8, covariance_scale=1.7)
@@ -346,7 +347,7 @@ def test_the_derivative_of_every_function_between_layers_is_written_out(names: t
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_layers_between_selected_ones_need_not_be_selected() -> None:
-    require_derivatives(seeded(mlp(5, 6, 4, 3, activation=nn.Tanh)).double(), parameters=["0", "4"])
+    require_derivatives(seeded(perceptron(5, 6, 4, 3, activation=nn.Tanh)).double(), parameters=["0", "4"])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -425,7 +426,7 @@ def test_the_graph_adds_draws_without_losing_digits(tmp_path: Path) -> None:
 
 def test_logits_with_a_singular_covariance_are_exported_too() -> None:
     """Two hidden units and six classes: P^g of the first layer alone has rank two."""
-    model = seeded(mlp(4, 2, 6)).double()
+    model = seeded(perceptron(4, 2, 6)).double()
     x = normal(40, 4, dtype=torch.float64)
     posterior = errbar.fit(model, [x], parameters=["0"])
     assert posterior.predict(x).jitter > 0
@@ -657,7 +658,7 @@ def test_what_cannot_be_followed_back_is_named(
 @pytest.mark.parametrize(
     ("make", "shape", "options"),
     [
-        (lambda: mlp(6, 8, 3), (6,), {"last_layers": 2, "structure": "lowrank", "rank": 5}),
+        (lambda: perceptron(6, 8, 3), (6,), {"last_layers": 2, "structure": "lowrank", "rank": 5}),
         (SmallConvolution, (1, 8, 8), {"last_layers": 4}),
         (SmallConvolution, (1, 8, 8), {"last_layers": 4, "structure": "kron"}),
         (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)), (6,), {"last_layers": 2}),
@@ -681,7 +682,7 @@ def test_a_layer_that_is_applied_to_tokens(tmp_path: Path) -> None:
 
 
 def test_operations_that_onnx_runtime_has_not_in_float64(tmp_path: Path) -> None:
-    model = seeded(mlp(6, 8, 3, activation=nn.GELU)).double()
+    model = seeded(perceptron(6, 8, 3, activation=nn.GELU)).double()
     posterior = errbar.fit(model, [normal(30, 6)], last_layers=1, fisher="eta")
     with pytest.raises(errbar.ExportError, match=r"ONNX Runtime cannot run the graph.*Erf.*expected a float32 model"):
         posterior.export(tmp_path / "posterior.onnx", example=normal(2, 6), samples=10)
@@ -735,13 +736,13 @@ def test_numbers_that_onnx_has_in_float32_only(tmp_path: Path) -> None:
 
 
 def test_half_precision(tmp_path: Path) -> None:
-    posterior = errbar.fit(seeded(mlp(6, 8, 3)).bfloat16(), [normal(30, 6)], last_layers=1)
+    posterior = errbar.fit(seeded(perceptron(6, 8, 3)).bfloat16(), [normal(30, 6)], last_layers=1)
     with pytest.raises(errbar.ExportError, match=r"are torch\.bfloat16; expected all of them float32"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6))
 
 
 def test_more_classes_than_a_graph_can_factorise(tmp_path: Path) -> None:
-    posterior = errbar.fit(seeded(mlp(6, 2, 130)), [normal(30, 6)], last_layers=1)
+    posterior = errbar.fit(seeded(perceptron(6, 2, 130)), [normal(30, 6)], last_layers=1)
     with pytest.raises(errbar.ExportError, match=r"With 130 classes .* expected at most 128.*fisher='eta'"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(2, 6), samples=10)
 

@@ -26,15 +26,10 @@ import make_format_files
 from errbar._base import container
 from errbar.cli import main
 from mutations import sealed
+from networks import seeded
 from places import FORMAT_FILES
 
 FLOAT64 = torch.float64
-
-
-def seeded(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().to(dtype).eval()
 
 
 def mlp() -> nn.Module:
@@ -71,7 +66,7 @@ class Case:
     prior: Any = 2.0
 
     def model(self) -> nn.Module:
-        return seeded(self.make, self.dtype)
+        return seeded(self.make, dtype=self.dtype)
 
     def data(self, *, first: int = 0, last: int = 6, labels: bool = True) -> list[Any]:
         generator = torch.Generator().manual_seed(1)

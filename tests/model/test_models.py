@@ -23,13 +23,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import errbar
 from comparison import assert_close
+from data import draw, drawn_labels
 from errbar import Prior
 
 FLOAT64 = torch.float64
-
-
-def randn(*shape: int, seed: int = 1, dtype: torch.dtype = FLOAT64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT64).to(dtype)
 
 
 def seeded(model: nn.Module, seed: int = 0, dtype: torch.dtype = FLOAT64) -> nn.Module:
@@ -55,7 +52,7 @@ def plausible_labels(model: nn.Module, x: Tensor) -> Tensor:
     """Labels drawn from what the model itself predicts, so that a temperature of about one is right."""
     with torch.no_grad():
         pmf = torch.softmax(copy.deepcopy(model).eval()(x), 1)
-    return torch.multinomial(pmf, 1, generator=torch.Generator().manual_seed(4))[:, 0]
+    return drawn_labels(pmf, seed=4)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -109,7 +106,7 @@ def assert_right(model: nn.Module, *args: Tensor, tolerance: float = 1e-8, **sel
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_results_are_float64_for_float64_models_and_else_float32(dtype: torch.dtype) -> None:
-    model, x, y = mlp(dtype=dtype), randn(10, 4, dtype=dtype), labels()
+    model, x, y = mlp(dtype=dtype), draw(10, 4, dtype=dtype), labels()
     out = torch.float64 if dtype == torch.float64 else torch.float32
     posterior = errbar.fit(model, [(x, y)], last_layers=1)
     assert posterior.information.dense().dtype == torch.float64
@@ -135,7 +132,7 @@ def test_narrow_models_agree_with_wide_ones(dtype: torch.dtype, tolerance: float
     """The difference is the rounding of the network's own numbers: 2⁻²⁴, 2⁻⁹ and 2⁻¹²."""
     narrow = mlp(dtype=dtype)
     wide = copy.deepcopy(narrow).double()
-    x = randn(10, 4).to(dtype)
+    x = draw(10, 4).to(dtype)
     for last_layers in (1, 2):
         a = errbar.fit(narrow, [x], last_layers=last_layers, prior=Prior(2.0))
         b = errbar.fit(wide, [x.double()], last_layers=last_layers, prior=Prior(2.0))
@@ -145,7 +142,7 @@ def test_narrow_models_agree_with_wide_ones(dtype: torch.dtype, tolerance: float
 
 
 def test_float64_precision_on_a_float32_model() -> None:
-    narrow, x = mlp(dtype=torch.float32), randn(40, 4, dtype=torch.float32)
+    narrow, x = mlp(dtype=torch.float32), draw(40, 4, dtype=torch.float32)
     wide = copy.deepcopy(narrow).double()
     a = errbar.fit(narrow, [x], last_layers=2, precision="float64")
     b = errbar.fit(wide, [x.double()], last_layers=2)
@@ -155,13 +152,13 @@ def test_float64_precision_on_a_float32_model() -> None:
 
 
 def test_inputs_are_cast_to_the_model() -> None:
-    x = randn(10, 4)
+    x = draw(10, 4)
     posterior = errbar.fit(mlp(dtype=torch.float32), [x], last_layers=1)
     assert torch.equal(posterior.predict(x).pmf, posterior.predict(x.float()).pmf)
 
 
 def test_autocast_around_calls_changes_nothing() -> None:
-    model, x = mlp(dtype=torch.float32), randn(100, 4, dtype=torch.float32)
+    model, x = mlp(dtype=torch.float32), draw(100, 4, dtype=torch.float32)
     y = plausible_labels(model, x)
     posterior = errbar.fit(model, [(x, y)], last_layers=2)
     prediction = posterior.predict(x, samples=100)
@@ -192,7 +189,7 @@ def test_autocast_around_calls_changes_nothing() -> None:
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_gradient_modes_around_calls_change_nothing(around: Callable[[], Any]) -> None:
-    model, x, y = mlp(), randn(10, 4), labels()
+    model, x, y = mlp(), draw(10, 4), labels()
     outside = errbar.fit(model, [(x, y)], last_layers=2)
     with around():
         inside = errbar.fit(model, [(x.clone(), y.clone())], last_layers=2)
@@ -214,7 +211,7 @@ def test_a_model_made_in_inference_mode_is_refused() -> None:
     with torch.inference_mode():
         model = mlp()
     with pytest.raises(errbar.ModelError, match=r"made under torch\.inference_mode"):
-        errbar.fit(model, [randn(10, 4)], last_layers=2)
+        errbar.fit(model, [draw(10, 4)], last_layers=2)
 
 
 # ------------------------------------------------------------------------------------------ the model is not touched
@@ -236,11 +233,11 @@ class Busy(nn.Module):
 
 def busy() -> nn.Module:
     model = seeded(Busy())
-    model.norm.running_mean.copy_(randn(6, seed=8))
+    model.norm.running_mean.copy_(draw(6, seed=8))
     model.train()
     model.norm.eval()  # mixed modes, as in fine-tuning
     model.first.weight.requires_grad_(False)
-    model(randn(10, 4)).sum().backward()
+    model(draw(10, 4)).sum().backward()
     return model
 
 
@@ -264,7 +261,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model = busy()
     model.last.register_forward_hook(lambda module, args, output: None)
     before = snapshot(model)
-    x = randn(10, 4)
+    x = draw(10, 4)
     y = plausible_labels(model, x)
     posterior = assert_right(model, x, last_layers=2)
     posterior.predict(x)
@@ -277,28 +274,28 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def failing_batches() -> Iterator[Tensor]:
-    yield randn(5, 4)
+    yield draw(5, 4)
     raise OSError("the disk is gone")
 
 
 def test_the_model_is_left_as_it_was_when_a_call_fails() -> None:
     model = busy()
-    posterior = errbar.fit(model, [randn(10, 4)], last_layers=1)
+    posterior = errbar.fit(model, [draw(10, 4)], last_layers=1)
     before = snapshot(model)
     with pytest.raises(OSError, match="the disk is gone"):
         errbar.collect(model, failing_batches(), last_layers=1)
     with pytest.raises(OSError, match="the disk is gone"):
         posterior.update(failing_batches())
     with pytest.raises(errbar.DataError, match="NaN or infinite"):
-        posterior.predict(randn(3, 4) * float("nan"))
+        posterior.predict(draw(3, 4) * float("nan"))
     with pytest.raises(Exception, match=r"."):
-        posterior.predict(randn(3, 9))
+        posterior.predict(draw(3, 9))
     assert snapshot(model) == before
 
 
 def test_hooks_of_the_user_take_part() -> None:
     """A hook that changes the output is part of the function that the model computes."""
-    model, hooked, x = mlp(), mlp(), randn(10, 4)
+    model, hooked, x = mlp(), mlp(), draw(10, 4)
     calls = []
     hooked[2].register_forward_hook(lambda module, args, output: calls.append(1) or output * 2.0)
     posterior = errbar.fit(hooked, [x], last_layers=1)
@@ -310,7 +307,7 @@ def test_hooks_of_the_user_take_part() -> None:
 
 
 def test_frozen_parameters_count() -> None:
-    model, x = mlp(), randn(10, 4)
+    model, x = mlp(), draw(10, 4)
     frozen = mlp().requires_grad_(False)
     for select in ({"last_layers": 1}, {"parameters": "all"}, {"parameters": ["0.bias", "2"]}):
         a, b = errbar.collect(model, [x], **select), errbar.collect(frozen, [x], **select)
@@ -321,7 +318,7 @@ def test_frozen_parameters_count() -> None:
 
 def test_threads_predict_at_the_same_time() -> None:
     model = busy()
-    x = randn(40, 4)
+    x = draw(40, 4)
     posterior = errbar.fit(model, [x], last_layers=2)
     before = snapshot(model)
     expected = [posterior.predict(x[i : i + 5], samples=50).pmf for i in range(0, 40, 5)]
@@ -354,7 +351,7 @@ def test_threads_predict_at_the_same_time() -> None:
 
 
 def test_threads_fit_at_the_same_time() -> None:
-    x, expected = randn(10, 4), errbar.fit(mlp(), [randn(10, 4)], last_layers=2).covariance()
+    x, expected = draw(10, 4), errbar.fit(mlp(), [draw(10, 4)], last_layers=2).covariance()
     model, found = mlp(), []
     threads = [
         threading.Thread(target=lambda: found.append(errbar.fit(model, [x], last_layers=2).covariance()))
@@ -372,7 +369,7 @@ def test_threads_fit_at_the_same_time() -> None:
 
 
 def test_data_parallel_is_looked_through() -> None:
-    model, x = mlp(), randn(10, 4)
+    model, x = mlp(), draw(10, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = nn.DataParallel(model)
@@ -386,7 +383,7 @@ def test_data_parallel_is_looked_through() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models_are_looked_through() -> None:
-    model, x = mlp(), randn(10, 4)
+    model, x = mlp(), draw(10, 4)
     wrapped = torch.compile(model, backend="eager")
     a, b = errbar.fit(wrapped, [x], last_layers=2), errbar.fit(model, [x], last_layers=2)
     assert a.information.parameter_names == b.information.parameter_names
@@ -399,7 +396,7 @@ def test_compiled_models_are_looked_through() -> None:
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 2}])
 def test_models_compiled_in_place_are_looked_through(select: dict[str, Any]) -> None:
     """`model.compile()` binds the compiled call to the user's module: parameters and mode must not leak from it."""
-    plain, x = seeded(Busy()).eval(), randn(10, 4)
+    plain, x = seeded(Busy()).eval(), draw(10, 4)
     model = seeded(Busy()).train()
     model.compile(backend="eager")
     a, b = errbar.fit(model, [x], **select), errbar.fit(plain, [x], **select)
@@ -419,7 +416,7 @@ class Outer(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_part_of_a_model_is_looked_through() -> None:
-    x = randn(10, 4)
+    x = draw(10, 4)
     a = errbar.fit(Outer(torch.compile(mlp(), backend="eager")), [x], parameters="all")
     b = errbar.fit(Outer(mlp()), [x], parameters="all")
     assert_close(a.information.dense(), b.information.dense())
@@ -482,7 +479,7 @@ class Backwards(nn.Module):
     ],
 )
 def test_the_last_layers_are_those_that_ran_last(last_layers: int, modules: list[str]) -> None:
-    posterior = assert_right(seeded(Backwards()), randn(10, 4), last_layers=last_layers)
+    posterior = assert_right(seeded(Backwards()), draw(10, 4), last_layers=last_layers)
     expected = tuple(f"{module}.{kind}" for module in modules for kind in ("weight", "bias"))
     assert posterior.information.parameter_names == expected
     assert posterior.information.n_parameters == sum(
@@ -492,11 +489,11 @@ def test_the_last_layers_are_those_that_ran_last(last_layers: int, modules: list
 
 def test_a_layer_that_never_runs_is_no_layer() -> None:
     with pytest.raises(errbar.SelectionError, match=r"only 4 layers with parameters ran: first, shared, norm, head"):
-        errbar.collect(seeded(Backwards()), [randn(10, 4)], last_layers=5)
+        errbar.collect(seeded(Backwards()), [draw(10, 4)], last_layers=5)
 
 
 def test_parameters_that_never_run_keep_their_prior() -> None:
-    posterior = assert_right(seeded(Backwards()), randn(10, 4), parameters="all")
+    posterior = assert_right(seeded(Backwards()), draw(10, 4), parameters="all")
     start = sum(p.numel() for n, p in posterior.model.named_parameters() if n.split(".")[0] in ("head", "norm"))
     P = posterior.covariance()[start : start + 20, start : start + 20]
     assert_close(P, torch.eye(20, dtype=FLOAT64))
@@ -512,7 +509,7 @@ def test_parameters_that_never_run_keep_their_prior() -> None:
     ],
 )
 def test_parameters_by_module_or_exact_name(parameters: Any, names: tuple[str, ...]) -> None:
-    posterior = assert_right(seeded(Backwards()), randn(10, 4), parameters=parameters)
+    posterior = assert_right(seeded(Backwards()), draw(10, 4), parameters=parameters)
     assert posterior.information.parameter_names == names
 
 
@@ -526,12 +523,12 @@ def test_a_prefix_is_a_module_and_not_a_beginning() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc2(self.fc(x))
 
-    information = errbar.collect(seeded(Twins()), [randn(4, 4)], parameters="fc")
+    information = errbar.collect(seeded(Twins()), [draw(4, 4)], parameters="fc")
     assert information.parameter_names == ("fc.weight", "fc.bias")
 
 
 def test_the_flat_order_is_that_of_parameters_to_vector() -> None:
-    model, x = mlp(), randn(10, 4)
+    model, x = mlp(), draw(10, 4)
     posterior = errbar.fit(model, [x], parameters="all", prior=Prior(torch.arange(1.0, 44.0)))
     assert_close(
         posterior.covariance(), torch.linalg.inv(posterior.information.dense() + torch.diag(torch.arange(1.0, 44.0)))
@@ -563,7 +560,7 @@ class Tied(nn.Module):
     ],
 )
 def test_tied_weights_are_one_parameter_whatever_they_are_called(select: Any, names: tuple[str, ...]) -> None:
-    posterior = assert_right(seeded(Tied()), randn(10, 4), **select)
+    posterior = assert_right(seeded(Tied()), draw(10, 4), **select)
     assert posterior.information.parameter_names == names
 
 
@@ -609,7 +606,7 @@ def test_the_last_layer_is_the_one_that_makes_the_logits(
     compute: Callable[[Any, Tensor], Tensor], names: tuple[str, ...]
 ) -> None:
     """Whether a module call or a function of its weight makes them; what runs after them is no layer of theirs."""
-    model, x = seeded(Headed(compute)), randn(8, 4)
+    model, x = seeded(Headed(compute)), draw(8, 4)
     posterior = assert_right(model, x, last_layers=1)
     assert set(posterior.information.parameter_names) == set(names)
     plan = errbar.plan(model, x)
@@ -622,7 +619,7 @@ def test_layers_that_run_in_vain_are_not_counted() -> None:
     with pytest.raises(
         errbar.SelectionError, match=r"only 2 layers with parameters ran: first, last\..*not depend on box"
     ):
-        errbar.collect(seeded(Headed(two_heads)), [randn(8, 4)], last_layers=3)
+        errbar.collect(seeded(Headed(two_heads)), [draw(8, 4)], last_layers=3)
 
 
 def test_a_tied_head_without_a_module_is_the_last_layer() -> None:
@@ -667,7 +664,7 @@ def chosen_expert(model: Any, x: Tensor) -> Tensor:
 def test_parameters_as_near_to_the_logits_are_not_left_out_silently(
     compute: Callable[[Any, Tensor], Tensor], skipped: str
 ) -> None:
-    x = randn(8, 4)
+    x = draw(8, 4)
     x[:, 0] = torch.tensor([0.0] * 7 + [9.0])
     with pytest.warns(UserWarning, match=rf"leave out parameters that are as near to the logits: {skipped}\. Their"):
         errbar.collect(seeded(Headed(compute)), [x], last_layers=1)
@@ -680,18 +677,18 @@ def test_parameters_on_which_the_logits_do_not_depend_are_refused(parameters: An
     with pytest.raises(
         errbar.SelectionError, match=r"logits do not depend on '(box|box\.bias|last\.unused)'.*exactly zero"
     ):
-        errbar.collect(seeded(model), [randn(8, 4)], parameters=parameters)
+        errbar.collect(seeded(model), [draw(8, 4)], parameters=parameters)
 
 
 def test_a_derivative_that_is_exactly_zero_is_refused() -> None:
-    model, x = seeded(Headed(lambda m, x: m.last(m.first(x)) + 0 * m.gate(x))), randn(40, 4)
+    model, x = seeded(Headed(lambda m, x: m.last(m.first(x)) + 0 * m.gate(x))), draw(40, 4)
     for select in ({"last_layers": 1}, {"parameters": "gate"}):
         with pytest.raises(errbar.SelectionError, match=r"logits do not depend on .*exactly zero over the first batch"):
             errbar.collect(model, [x], **select)
 
 
 def test_one_sample_with_a_derivative_is_enough() -> None:
-    x = randn(40, 4)
+    x = draw(40, 4)
     x[:, 0] = torch.tensor([0.0] * 39 + [9.0])
     information = errbar.collect(seeded(Headed(chosen_expert)), [x], parameters="experts.1")
     assert information.n_parameters == 15
@@ -704,16 +701,16 @@ def test_a_saturated_network_has_no_information_and_says_so(structure: str, fish
     with torch.no_grad():
         model[2].bias[1] = 3000.0
     with pytest.warns(UserWarning, match=r"no information at all.*the posterior is the prior"):
-        posterior = errbar.fit(model, [randn(8, 4)], last_layers=2, structure=structure, fisher=fisher)
+        posterior = errbar.fit(model, [draw(8, 4)], last_layers=2, structure=structure, fisher=fisher)
     assert not posterior.information.dense().any()
     assert_close(posterior.covariance(), torch.eye(43, dtype=FLOAT64))
-    assert_close(posterior.predict(randn(3, 4)).pmf, torch.eye(3, dtype=FLOAT64)[[1, 1, 1]])
+    assert_close(posterior.predict(draw(3, 4)).pmf, torch.eye(3, dtype=FLOAT64)[[1, 1, 1]])
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LogSoftmax(1), lambda: LogProbabilities()])
 @pytest.mark.parametrize("structure", ["dense", "block", "kron", "lowrank"])
 def test_log_probabilities_are_logits(make: Callable[[], nn.Module], structure: str) -> None:
-    plain, x = mlp(), randn(10, 4)
+    plain, x = mlp(), draw(10, 4)
     select: dict[str, Any] = {"last_layers": 2, "structure": structure}
     posterior, expected = (
         errbar.fit(model, [x], **select).with_calibration(temperature=1.4, covariance_scale=0.7)
@@ -761,7 +758,7 @@ def test_models_of_several_dtypes(make: Callable[[], nn.Module], select: dict[st
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make()
-    x = randn(12, 4, dtype=torch.float32)
+    x = draw(12, 4, dtype=torch.float32)
     posterior = errbar.fit(model, [x], structure=structure, **select)
     wide = nn.Sequential(model.body, nn.Tanh(), model.head)  # type: ignore[arg-type]
     expected = errbar.fit(copy.deepcopy(wide).double(), [x], structure=structure, **select)
@@ -789,7 +786,7 @@ def test_sparse_embeddings(kind: Any, structure: str) -> None:
 
 
 def test_traced_graphs_are_models() -> None:
-    plain, x = mlp(), randn(10, 4)
+    plain, x = mlp(), draw(10, 4)
     for select in ({"last_layers": 1}, {"last_layers": 2}, {"parameters": "all"}):
         found = errbar.fit(torch.fx.symbolic_trace(plain), [x], **select)
         expected = errbar.fit(plain, [x], **select)
@@ -816,7 +813,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 1}, {"last_layers": 3}])
 def test_convolutions_group_norm_and_residuals(select: dict[str, Any]) -> None:
-    assert_right(seeded(Residual()), randn(6, 1, 5, 5), **select)
+    assert_right(seeded(Residual()), draw(6, 1, 5, 5), **select)
 
 
 class Tempered(nn.Module):
@@ -846,8 +843,8 @@ def restricted_to(structure: str, information: Tensor, model: nn.Module) -> Tens
 @pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
 def test_parameters_without_dimensions(structure: str, tmp_path: Any) -> None:
     """The whole flow; Kronecker factors of one sample are exact, and of more they are not."""
-    model, x = seeded(Tempered()), randn(1 if structure == "kron" else 12, 4)
-    more, frames = randn(3, 4, seed=5), randn(4, 4, seed=6)
+    model, x = seeded(Tempered()), draw(1 if structure == "kron" else 12, 4)
+    more, frames = draw(3, 4, seed=5), draw(4, 4, seed=6)
     options = {"rank": 60} if structure == "lowrank" else {}
     posterior = errbar.fit(model, [x], parameters="all", structure=structure, prior=Prior(2.0), **options)
     names = posterior.information.parameter_names
@@ -879,7 +876,7 @@ def test_parameters_without_dimensions(structure: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
 def test_a_parameter_without_dimensions_alone(structure: str) -> None:
-    model, x = seeded(Tempered()), randn(12, 4)
+    model, x = seeded(Tempered()), draw(12, 4)
     posterior = errbar.fit(model, [x], parameters=["scale"], structure=structure)
     information, covariance = reference(model, ("scale",), x)
     assert_close(posterior.information.dense(), information)
@@ -893,7 +890,7 @@ def test_parameters_without_dimensions_where_no_batching_rule_exists() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(-x if x[0, 0] > 0 else x)
 
-    model, rows = seeded(Branching()), list(randn(6, 4).split(1))
+    model, rows = seeded(Branching()), list(draw(6, 4).split(1))
     names = tuple(name for name, _ in model.named_parameters())
     information = torch.stack([reference(model, names, row)[0] for row in rows]).sum(0)
     for structure in ("dense", "lowrank"):
@@ -902,15 +899,15 @@ def test_parameters_without_dimensions_where_no_batching_rule_exists() -> None:
 
 
 def test_a_plan_with_parameters_without_dimensions() -> None:
-    options = errbar.plan(seeded(Tempered()), randn(8, 4)).options
+    options = errbar.plan(seeded(Tempered()), draw(8, 4)).options
     assert {option.n_parameters for option in options if option.last_layers is None} == {44}
 
 
 def test_batch_norm_with_running_statistics() -> None:
     model = seeded(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)))
-    model[1].running_mean.copy_(randn(3))
-    model[1].running_var.copy_(randn(3).exp())
-    assert_right(model.train(), randn(6, 1, 5, 5), parameters=["1", "4"])
+    model[1].running_mean.copy_(draw(3))
+    model[1].running_var.copy_(draw(3).exp())
+    assert_right(model.train(), draw(6, 1, 5, 5), parameters=["1", "4"])
 
 
 class Recurrent(nn.Module):
@@ -929,7 +926,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 1}])
 def test_recurrent_networks(kind: type[nn.Module], batch_first: bool, select: dict[str, Any]) -> None:
-    assert_right(seeded(Recurrent(kind, batch_first)), randn(5, 6, 3), **select)
+    assert_right(seeded(Recurrent(kind, batch_first)), draw(5, 6, 3), **select)
 
 
 class Tokens(nn.Module):
@@ -968,14 +965,14 @@ class Attending(nn.Module):
 
 
 def test_attention_counts_as_one_layer_with_its_projections() -> None:
-    posterior = assert_right(seeded(Attending()), randn(6, 5, 4), last_layers=2)
+    posterior = assert_right(seeded(Attending()), draw(6, 5, 4), last_layers=2)
     assert posterior.information.parameter_names == tuple(name for name, _ in posterior.model.named_parameters())
 
 
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 1}, {"last_layers": 2}])
 def test_weight_norm(select: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), parametrizations.weight_norm(nn.Linear(5, 3)))
-    posterior = assert_right(seeded(model), randn(10, 4), **select)
+    posterior = assert_right(seeded(model), draw(10, 4), **select)
     names = posterior.information.parameter_names
     assert "2.parametrizations.weight.original0" in names
     assert "2.parametrizations.weight.original1" in names
@@ -999,7 +996,7 @@ class InContainers(nn.Module):
 @pytest.mark.parametrize("make", [list, tuple, lambda steps: dict(enumerate(steps))], ids=["list", "tuple", "dict"])
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 1}])
 def test_modules_called_from_plain_containers(make: Callable[[Any], Any], select: dict[str, Any]) -> None:
-    assert_right(seeded(InContainers(make)).train(), randn(10, 4), **select)
+    assert_right(seeded(InContainers(make)).train(), draw(10, 4), **select)
 
 
 class InClosures(nn.Module):
@@ -1019,7 +1016,7 @@ class InClosures(nn.Module):
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 1}])
 def test_modules_called_from_closures_are_right_or_refused(select: dict[str, Any]) -> None:
     """A closure over the model cannot be seen from outside; derivatives of zero would be silently wrong."""
-    x, expected = randn(10, 4), errbar.collect(mlp(), [randn(10, 4)], **select)
+    x, expected = draw(10, 4), errbar.collect(mlp(), [draw(10, 4)], **select)
     try:
         information = errbar.collect(seeded(InClosures()), [x], **select)
     except errbar.ErrbarError:
@@ -1109,7 +1106,7 @@ def test_layers_put_together_in_unusual_ways(
     compute: Callable[[Any, Tensor], Tensor], select: dict[str, Any], fisher: str
 ) -> None:
     """Whatever shortcut is taken for linear layers, the derivative is that of the function computed."""
-    model, x = seeded(Awkward(compute)), randn(6, 4)
+    model, x = seeded(Awkward(compute)), draw(6, 4)
     posterior = errbar.fit(model, [x], fisher=fisher, **select)
     J = reference_jacobians(model, posterior.information.parameter_names, x)
     f = torch.softmax(model(x).detach(), 1)
@@ -1136,12 +1133,12 @@ class DataDependent(nn.Module):
 
 
 def test_control_flow_on_values() -> None:
-    assert_right(seeded(DataDependent()), randn(8, 4))
+    assert_right(seeded(DataDependent()), draw(8, 4))
 
 
 @pytest.mark.parametrize("select", [{"parameters": "all"}, {"last_layers": 1}])
 def test_one_logit_is_the_pair_zero_and_it(select: dict[str, Any]) -> None:
-    x = randn(10, 4)
+    x = draw(10, 4)
     model = seeded(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)))
     posterior = assert_right(model, x, **select)
     gaussian = posterior.logits(x)
@@ -1188,7 +1185,7 @@ def test_mappings_go_to_the_model_as_keywords_and_outputs_have_logits() -> None:
 
 
 def test_every_form_of_data_says_the_same() -> None:
-    model, x, y = mlp(), randn(10, 4), labels()
+    model, x, y = mlp(), draw(10, 4), labels()
     expected = errbar.collect(model, [(x, y)], last_layers=1).dense()
 
     class Streamed(IterableDataset):
@@ -1227,7 +1224,7 @@ def test_a_dataset_does_not_draw_from_the_global_generator() -> None:
     model = mlp()
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    errbar.collect(model, TensorDataset(randn(10, 4)), last_layers=1)
+    errbar.collect(model, TensorDataset(draw(10, 4)), last_layers=1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -1237,7 +1234,7 @@ def test_an_iterable_is_read_once() -> None:
     def stream() -> Iterator[Tensor]:
         for i in range(3):
             read.append(i)
-            yield randn(4, 4, seed=i)
+            yield draw(4, 4, seed=i)
 
     posterior = errbar.fit(mlp(), stream(), last_layers=1)
     assert read == [0, 1, 2]
@@ -1247,7 +1244,7 @@ def test_an_iterable_is_read_once() -> None:
 
 
 def test_unpack_reads_batches_of_any_form() -> None:
-    model, x = mlp(), randn(30, 4)
+    model, x = mlp(), draw(30, 4)
     y = plausible_labels(model, x)
     data = [{"image": x, "meta": {"class": y}}]
 
@@ -1272,14 +1269,14 @@ def test_unpack_reads_batches_of_any_form() -> None:
 
 
 def test_labels_may_be_numpy_arrays_and_lists() -> None:
-    x, y = randn(10, 4), labels()
+    x, y = draw(10, 4), labels()
     expected = errbar.fit(mlp(), [(x, y)], last_layers=1).log_evidence()
     for form in (y.numpy(), y.tolist(), y.int(), y.byte()):
         assert errbar.fit(mlp(), [(x, form)], last_layers=1).log_evidence() == expected
 
 
 def test_a_posterior_moves_to_where_it_is() -> None:
-    model, x = mlp(), randn(30, 4)
+    model, x = mlp(), draw(30, 4)
     batch = (x, plausible_labels(model, x))
     posterior = errbar.calibrate(errbar.fit(model, [batch], last_layers=1), [batch], fit="temperature", samples=20)
     for device in ("cpu", torch.device("cpu")):
@@ -1294,7 +1291,7 @@ def test_a_posterior_moves_to_where_it_is() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_results_live_on_the_device_of_the_model(dtype: torch.dtype) -> None:
-    model, x, y = mlp(dtype=dtype), randn(10, 4, dtype=dtype), labels()
+    model, x, y = mlp(dtype=dtype), draw(10, 4, dtype=dtype), labels()
     here = errbar.fit(model, [(x, y)], last_layers=2)
     there = errbar.fit(copy.deepcopy(model).cuda(), [(x, y)], last_layers=2)
     tolerance = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}[dtype]

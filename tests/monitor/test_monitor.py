@@ -16,6 +16,8 @@ from scipy import integrate, special, stats
 from torch import Tensor, nn
 
 import errbar
+from chance import most
+from data import drawn_labels, shuffled_digits
 from errbar._distributions.sampling import GivenSampler
 from errbar._monitor.label_statistics import Tally, stitched_boundary
 from errbar._monitor.martingales import (
@@ -28,6 +30,7 @@ from errbar._monitor.martingales import (
     score_cells,
 )
 from errbar.experiments.views import rotated
+from networks import trained
 
 CLASSES = 4
 INPUT_TESTS = ("mutual_information", "entropy", "classes")
@@ -44,16 +47,6 @@ def prediction(count: int, seed: int, *, samples: int = 5, sharpness: float = 2.
 
 def rows(whole: errbar.Prediction, start: int, stop: int) -> errbar.Prediction:
     return errbar.Prediction.from_sampler(GivenSampler(whole.sampler.block(start, stop)))
-
-
-def drawn_labels(pmf: Tensor, seed: int) -> Tensor:
-    """y ~ f̂: what a perfectly calibrated PMF says of its labels."""
-    return torch.multinomial(pmf, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
-
-
-def most_alarms(runs: int, rate: float) -> float:
-    """More alarms than this come with a probability of 0.1 % if their rate is what it should be at most."""
-    return float(stats.binom.ppf(0.999, runs, rate))
 
 
 # --------------------------------------------------------------------------------------------------- the formulas
@@ -217,7 +210,7 @@ def test_the_interval_of_the_gap_holds_at_all_times_at_once() -> None:
             low, high = tally.agreement(0.8).interval
             out |= not low <= expected / (n + 1) <= high
         missed += out
-    assert missed <= most_alarms(100, 0.2)
+    assert missed <= most(100, 0.2)
     low, high = tally.agreement(0.8).interval
     assert high - low < 0.6
 
@@ -241,13 +234,13 @@ def rank_alarms(runs: int, steps: int, rate: float, reference: int, seed: int) -
 
 
 def test_false_alarms_of_ranks_against_a_small_reference_are_as_rare_as_stated() -> None:
-    assert rank_alarms(200, 500, rate=0.1, reference=30, seed=5) <= most_alarms(200, 0.1)
+    assert rank_alarms(200, 500, rate=0.1, reference=30, seed=5) <= most(200, 0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", [30, 1000])
 def test_false_alarms_of_ranks_are_as_rare_as_stated_in_long_streams(reference: int) -> None:
-    assert rank_alarms(500, 4000, rate=0.05, reference=reference, seed=6) <= most_alarms(500, 0.05)
+    assert rank_alarms(500, 4000, rate=0.05, reference=reference, seed=6) <= most(500, 0.05)
 
 
 def monitored(runs: int, steps: int, rate: float, **changes: Any) -> list[errbar.Monitor]:
@@ -268,14 +261,14 @@ def monitored(runs: int, steps: int, rate: float, **changes: Any) -> list[errbar
 
 def test_false_alarms_of_all_tests_together_are_as_rare_as_stated() -> None:
     monitors = monitored(60, 240, rate=0.3, tolerance=0.0)
-    assert sum(bool(monitor.alarms) for monitor in monitors) <= most_alarms(60, 0.3)
+    assert sum(bool(monitor.alarms) for monitor in monitors) <= most(60, 0.3)
     assert all(monitor.agreement().labels == 200 for monitor in monitors)
 
 
 @pytest.mark.slow
 def test_false_alarms_of_all_tests_together_are_as_rare_as_stated_in_long_streams() -> None:
     monitors = monitored(200, 2000, rate=0.1, tolerance=0.0)
-    assert sum(bool(monitor.alarms) for monitor in monitors) <= most_alarms(200, 0.1)
+    assert sum(bool(monitor.alarms) for monitor in monitors) <= most(200, 0.1)
 
 
 def test_the_rate_is_shared_among_the_tests() -> None:
@@ -292,19 +285,11 @@ def test_the_rate_is_shared_among_the_tests() -> None:
 @functools.cache
 def digits() -> tuple[errbar.Posterior, Tensor, Tensor]:
     """A posterior fitted and calibrated on 900 digits, and 897 digits that it has not seen, in random order."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x, y = (torch.as_tensor(images).float() / 16)[order], torch.as_tensor(labels).long()[order]
+    x, y = shuffled_digits(torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 60), nn.ReLU(), nn.Linear(60, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=1e-3)
-    for _ in range(150):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[:600]), y[:600]).backward()
-        optimizer.step()
+    trained(model, x[:600], y[:600], steps=150, lr=3e-3, weight_decay=1e-3)
     posterior = errbar.fit(model, [(x[:600], y[:600])], last_layers=1, prior=errbar.Prior(0.6))
     return errbar.calibrate(posterior, [(x[600:900], y[600:900])], samples=200), x[900:], y[900:]
 
@@ -420,7 +405,7 @@ def clean_streams_with_alarms(posterior: errbar.Posterior, x: Tensor, reference:
 @pytest.mark.parametrize("size", [1, 64])
 def test_streams_may_come_in_other_batches_than_the_reference(size: int) -> None:
     posterior, x = confident()
-    assert clean_streams_with_alarms(posterior, x, 600, size, runs=6) <= most_alarms(6, 0.01)
+    assert clean_streams_with_alarms(posterior, x, 600, size, runs=6) <= most(6, 0.01)
 
 
 @pytest.mark.slow

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import errbar
+from data import shuffled_digits
 from errbar._distributions.sampling import SamplingRoot
 from errbar._operations import calibrate
 from errbar.experiments import coverage as study
+from networks import trained
 
 BOTH = ("temperature", "covariance_scale")
 SAMPLES = 100
@@ -149,19 +151,11 @@ def test_a_hard_decision_is_not_taken_for_a_probability() -> None:
 @cache
 def digits(scale: float = 1.0, prior: float = 1.0, steps: int = 100) -> tuple[errbar.Posterior, Tensor, Tensor]:
     """A network for digits that was trained with its logits multiplied by `scale`, and 300 held-out digits."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(data.data)[order] / 16, torch.tensor(data.target)[order]
+    x, y = shuffled_digits()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(scale * model(x[:700]), y[:700]).backward()
-        optimiser.step()
+    trained(model, x[:700], y[:700], steps=steps, lr=1e-2, scale=scale)
     posterior = errbar.fit(model.eval(), [x[:700]], last_layers=1, prior=errbar.Prior(prior))
     return posterior, x[700:1000], y[700:1000]
 

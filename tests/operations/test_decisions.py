@@ -15,6 +15,8 @@ from scipy import integrate, stats
 from torch import Tensor
 
 import errbar
+from chance import fewest, most
+from data import drawn_labels
 from errbar._distributions.sampling import GivenSampler
 from errbar._operations.decisions import _running_p_values, error_bound
 
@@ -26,20 +28,6 @@ def prediction(count: int = 6, classes: int = 4, samples: int = 50, seed: int = 
     mean = torch.randn(count, classes, 1, generator=generator, dtype=torch.float64)
     spread = torch.randn(count, classes, samples, generator=generator, dtype=torch.float64)
     return errbar.Prediction.from_sampler(GivenSampler(torch.softmax(mean + 0.7 * spread, 1)))
-
-
-def drawn_labels(pmf: Tensor, seed: int) -> Tensor:
-    return torch.multinomial(pmf, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
-
-
-def fewest(runs: int, rate: float) -> float:
-    """Fewer than this come with a probability of 0.1 % if their rate is what it should be at least."""
-    return float(stats.binom.ppf(0.001, runs, rate))
-
-
-def most(runs: int, rate: float) -> float:
-    """More than this come with a probability of 0.1 % if their rate is what it should be at most."""
-    return float(stats.binom.ppf(0.999, runs, rate))
 
 
 # ------------------------------------------------------------------------------------------------------- least loss

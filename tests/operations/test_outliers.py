@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import errbar
+from data import draw, drawn_labels
 from errbar import Prior, metrics
 
 PRIOR = 0.5
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
@@ -40,7 +37,7 @@ def blobs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """Three clusters, 10 of 150 labels flipped: a trained model, inputs, labels, which are flipped."""
     centres = torch.tensor([[3.0, 0.0], [-2.0, 2.5], [-2.0, -2.5]], dtype=torch.float64)
     truth = torch.arange(150) % 3
-    x = centres[truth] + 0.7 * randn(150, 2, seed=1)
+    x = centres[truth] + 0.7 * draw(150, 2, seed=1)
     flipped = torch.zeros(150, dtype=torch.bool)
     flipped[torch.randperm(150, generator=torch.Generator().manual_seed(2))[:10]] = True
     y = torch.where(flipped, (truth + 1) % 3, truth)
@@ -150,8 +147,8 @@ def newton_without(model: nn.Linear, x: Tensor, y: Tensor, index: int) -> Tensor
 @functools.cache
 def linear_problem() -> tuple[nn.Linear, Tensor, Tensor]:
     """Multinomial logistic regression: the Hessian is the Fisher information, and the delta method is exact."""
-    x = randn(25, 3, seed=7)
-    y = torch.multinomial(torch.softmax(2 * x, 1), 1, generator=torch.Generator().manual_seed(8))[:, 0]
+    x = draw(25, 3, seed=7)
+    y = drawn_labels(torch.softmax(2 * x, 1), seed=8)
     torch.manual_seed(9)
     model = nn.Linear(3, 3, dtype=torch.float64)
     train(model, x, y)

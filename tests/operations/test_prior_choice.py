@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import errbar
 from errbar._operations import choose_prior
+from networks import trained
 
 STRUCTURES = ["dense", "block", "kron", "diag", "lowrank"]
 CANDIDATES = (0.03, 0.3, 3.0, 30.0, 300.0)
@@ -24,11 +25,7 @@ def problem(count: int = 60, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
-    for _ in range(60):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
+    trained(model, x, y, steps=60, lr=0.05, weight_decay=0.01)
     return model.eval(), x, y
 
 

@@ -8,21 +8,12 @@ it dense.
 from __future__ import annotations
 
 import types
-import warnings
 
 import pytest
 import torch
 
 import errbar
 import oracle
-
-
-@pytest.fixture(scope="module")
-def curvlinops() -> types.ModuleType:
-    """The library; what its own imports warn about is not ours to fix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("curvlinops")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,16 +26,10 @@ from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar.experiments.resnet import cifar_resnet
+from networks import perceptron
 from places import ROOT
 
 STRUCTURES = ("dense", "block", "kron", "lowrank", "diag")
-
-
-def head(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
 
 
 def only(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -64,7 +57,7 @@ def tempered() -> nn.Module:
 
 
 def test_every_structure_is_listed_for_every_number_of_layers() -> None:
-    plan = errbar.plan(head(6, 5, 4, 3), torch.zeros(8, 6))
+    plan = errbar.plan(perceptron(6, 5, 4, 3), torch.zeros(8, 6))
     assert [(o.last_layers, o.structure) for o in plan.options] == [(r, s) for r in (1, 2, 3) for s in STRUCTURES]
     assert [o.n_parameters for o in plan.options[::5]] == [15, 39, 74]
     assert [o.exact for o in plan.options if o.last_layers == 3] == [True, False, False, False, False]
@@ -126,7 +119,7 @@ def test_what_fits_nowhere_is_planned_without_being_made() -> None:
 
 
 def test_values_are_frozen_and_the_model_is_not_touched() -> None:
-    model = head(6, 5, 3).train()
+    model = perceptron(6, 5, 3).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = errbar.plan(model, torch.randn(8, 6, generator=torch.Generator().manual_seed(0)))
     assert model.training
@@ -162,11 +155,11 @@ def test_the_table_is_narrow_and_short_also_for_deep_networks() -> None:
 )
 def test_what_cannot_be_planned_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(errbar.ArgumentError, match=message):
-        errbar.plan(head(4, 3), torch.zeros(2, 4), **given)  # type: ignore[arg-type]
+        errbar.plan(perceptron(4, 3), torch.zeros(2, 4), **given)  # type: ignore[arg-type]
 
 
 def test_layers_that_are_not_there_have_no_best() -> None:
-    plan = errbar.plan(head(4, 3, 2), torch.zeros(2, 4))
+    plan = errbar.plan(perceptron(4, 3, 2), torch.zeros(2, 4))
     with pytest.raises(errbar.ArgumentError, match=r"last_layers is 3; expected 1 to 2, or None"):
         plan.best_for(3)
 
@@ -178,13 +171,13 @@ def test_auto_is_silent_and_exact_where_dense_fits() -> None:
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        posterior = errbar.fit(head(6, 5, 3), [x], last_layers=2, structure="auto")
+        posterior = errbar.fit(perceptron(6, 5, 3), [x], last_layers=2, structure="auto")
     assert posterior.information.structure == "dense"
 
 
 @pytest.mark.parametrize("expected", ["block", "kron", "lowrank", "diag"])
 def test_auto_takes_the_first_that_fits_and_says_so(expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = head(100, 20, 20, 10)
+    model = perceptron(100, 20, 20, 10)
     x = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
     plan = errbar.plan(model, x, rank=2)
     peaks = {o.structure: max(o.fit_bytes, o.predict_bytes) for o in plan.options if o.last_layers == 3}
@@ -210,11 +203,11 @@ def test_auto_is_refused_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         errbar.SizeError, match=r"No structure fits: even structure='\w+' of 33 parameters needs .*more"
     ):
-        errbar.fit(head(10, 3), [torch.zeros(4, 10)], last_layers=1, structure="auto")
+        errbar.fit(perceptron(10, 3), [torch.zeros(4, 10)], last_layers=1, structure="auto")
 
 
 def test_a_refusal_names_what_fits_and_that_does_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = head(300, 30, 30, 10)
+    model = perceptron(300, 30, 30, 10)
     x = torch.randn(16, 300, generator=torch.Generator().manual_seed(0))
     only(monkeypatch, 200 * 2**20)
     with pytest.raises(errbar.SizeError, match="what fits is") as caught:
@@ -235,18 +228,18 @@ def test_a_refusal_names_what_fits_and_that_does_fit(monkeypatch: pytest.MonkeyP
 
 def test_an_update_is_refused_by_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
-    posterior = errbar.fit(head(100, 10), [x], last_layers=1)
+    posterior = errbar.fit(perceptron(100, 10), [x], last_layers=1)
     only(monkeypatch, 10**6)
     with pytest.raises(errbar.SizeError, match=r"structure='dense' of 1,010 parameters needs .* MiB on cpu, and 976"):
         posterior.update([x])
 
 
 def test_memory_that_is_given_is_taken_at_its_word() -> None:
-    plan = errbar.plan(head(100, 10), torch.zeros(8, 100), memory=20 * 2**20)
+    plan = errbar.plan(perceptron(100, 10), torch.zeros(8, 100), memory=20 * 2**20)
     assert plan.memory == 20 * 2**20
     for option in plan.options:
         assert option.fits == (max(option.fit_bytes, option.predict_bytes) <= 20 * 2**20)
-    assert errbar.plan(head(4, 3), torch.zeros(2, 4)).memory < available_bytes(torch.device("cpu")) * 1.1
+    assert errbar.plan(perceptron(4, 3), torch.zeros(2, 4)).memory < available_bytes(torch.device("cpu")) * 1.1
 
 
 # ----------------------------------------------------------------------------------------------------------- the costs
@@ -289,7 +282,7 @@ def test_a_norm_among_the_layers_takes_jacobians() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [head(20, 15, 10), nn.Sequential(nn.Linear(20, 15), nn.LayerNorm(15), nn.Linear(15, 10))],
+    [perceptron(20, 15, 10), nn.Sequential(nn.Linear(20, 15), nn.LayerNorm(15), nn.Linear(15, 10))],
     ids=["factored", "jacobians"],
 )
 @pytest.mark.parametrize("fisher", ["ggn", "eta"])

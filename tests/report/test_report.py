@@ -30,6 +30,7 @@ from errbar.report.observing import Fingerprint, Leaders, Spread, input_of, obse
 from errbar.report.pictures import numbers_of, picture_of, picture_shape
 from errbar.report.resampling import area, means, share
 from errbar.report.values import Estimate, Facts, Linearisation, Report, Variant
+from networks import trained
 
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "fish & ships'")
 
@@ -48,11 +49,7 @@ def posterior() -> errbar.Posterior:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(150):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    trained(model, x, y, steps=150, lr=0.05)
     fitted = errbar.fit(model, [(x, y)], last_layers=2, prior=errbar.Prior(1.0))
     return fitted.with_calibration(temperature=1.4, covariance_scale=0.3)
 

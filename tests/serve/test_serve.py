@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,6 @@ from errbar.serve.telemetry import Log
 from serving import CLASSES, Running, member, posterior, service
 
 X = serving.data()[0]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with service(member(), member("other", 1)) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

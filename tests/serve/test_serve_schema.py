@@ -17,7 +17,7 @@ from schemathesis.specs.openapi import checks
 
 import serving
 from errbar.serve import schemas
-from serving import Running, member, service
+from serving import Running
 
 # Without positive_data_acceptance: a document cannot say that a text is a picture, or a matrix a covariance.
 CHECKS = [
@@ -29,12 +29,6 @@ CHECKS = [
     checks.negative_data_rejection,
     checks.unsupported_method,
 ]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with service(member(), member("other", 1)) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
