@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= demo-output
 
-.PHONY: setup demo docs docs-refresh test test-slow test-browser check format bench results clean
+.PHONY: setup demo docs docs-refresh lint test test-slow test-browser check format bench results clean
 
 setup: $(STAMP)
 
-# curvlinops is an oracle of the tests only. It is installed without its dependencies because one of them
+# Only the tests use curvlinops, as an oracle. It is installed without its dependencies because one of them
 # (torchvision, which it does not use) has no build without CUDA.
 $(STAMP): pyproject.toml constraints.txt tests/oracle-requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "errbar needs Python 3.11 or newer; set PYTHON=")'
@@ -27,13 +27,23 @@ docs: setup
 	PYTHONPATH=website $(BIN)/zensical build --strict --clean
 	$(BIN)/python website/check.py build/site
 
-# The pictures of the documentation, and what its code prints, made again.
+# Redraws the pictures of the documentation and refreshes what its code prints.
 docs-refresh: setup
 	$(BIN)/python website/pictures.py
 	$(BIN)/python website/pages.py --refresh $(if $(DATA),--data $(DATA))
 
-# One process a core, one thread a process: the tests are many and small.
+# One process per core, one thread per process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+CODE := src tests bench examples website
+
+# What a change must pass.
+check: lint test
+
+lint: setup
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src
 
 test: setup
 	$(PYTEST) -m "not slow and not browser" tests
@@ -41,23 +51,15 @@ test: setup
 test-slow: setup
 	$(PYTEST) -m "not browser" tests
 
-# The page of errbar serve and the report, in a real browser. Needs a chromium and says so: on Debian,
-# apt-get install chromium.
+# The page of errbar serve and the report, in a real browser. Needs chromium: on Debian, apt-get install chromium.
 test-browser: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
-check: setup
-	$(BIN)/ruff format --check src tests bench examples website
-	$(BIN)/ruff check src tests bench examples website
-	$(BIN)/mypy
-	$(BIN)/python -m pytest --doctest-modules src
-	$(PYTEST) -m "not slow and not browser" tests
-
 format: setup
-	$(BIN)/ruff format src tests bench examples website
-	$(BIN)/ruff check --fix src tests bench examples website
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
 
-# An environment of its own: the peers are never a dependency of the package.
+# A separate environment: the peers are never a dependency of the package.
 BENCH := .bench-venv
 $(BENCH)/.installed: pyproject.toml constraints.txt bench/requirements-peers.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)

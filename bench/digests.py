@@ -1,13 +1,14 @@
-"""Digests of results: run it before and after a change that must not change any of them, and compare what it prints.
+"""Digests of results: run it before and after a change that must not alter any of them, and compare the output.
 
     python bench/digests.py > before.txt
 
-One line for each result of each network, Fisher and structure: a SHA-256 over the bytes of all its arrays, so that the
-last bit counts. Only one machine, one thread and one version of torch can be compared with themselves.
+One line for each result of each network, Fisher and structure: a SHA-256 over the bytes of all its arrays, so the last
+bit counts. Compare only runs on the same machine, with the same number of threads and the same version of torch.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tempfile
@@ -36,7 +37,7 @@ def convolutional() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 
 class Transformer(nn.Module):
-    """Two tokens an input, one block of attention, and a head on their mean."""
+    """Two tokens per input, one block of attention, and a head on their mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ def results(
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """A result, or the sentence of a refusal."""
+    """A result, or the message of a refusal."""
     try:
         return call()
     except errbar.ErrbarError as error:
@@ -157,9 +158,8 @@ def main() -> None:
             ]
             print(f"{network:14} plan                          {digest(json.dumps(kept))}")
             path = folder / "it.pt2"
-            exported = attempt(
-                lambda: errbar.fit(model, data, last_layers=1).export(path, example=data[0][0], samples=20)
-            )
+            posterior = errbar.fit(model, data, last_layers=1)
+            exported = attempt(functools.partial(posterior.export, path, example=data[0][0], samples=20))
             if exported is None:
                 program = torch.export.load(path)
                 exported = list(program.module()(data[0][0]))
