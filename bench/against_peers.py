@@ -1,4 +1,4 @@
-"""Fit and predict of errbar and of laplace-torch: same model, same data, equal threads, results compared."""
+"""Fit and prediction with errbar and laplace-torch: same model, data and number of threads; results compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bare_product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> flo
 
 
 def fit_flops(widths: list[int]) -> float:
-    """Useful FLOP a sample of the packed fit: 2 d(d+1)/2 p(p+1)/2 within layers, 2 d d' p p' between them."""
+    """Useful FLOP per sample of the packed fit: 2 d(d+1)/2 p(p+1)/2 within layers, 2 d d' p p' between them."""
     layers = [(outputs, inputs + 1) for inputs, outputs in pairwise(widths)]
     total = 0.0
     for index, (d, p) in enumerate(layers):
@@ -64,7 +64,7 @@ def exact(name: str, widths: list[int], *, subset: str, count: int, repetitions:
         {"peer": fit_peer, "errbar": collect, "errbar float64": lambda: collect("float64")}, repetitions
     )
     note = f"{best['backend']}, batch {best['batch']}; the pass over {count} samples"
-    unit = "microseconds a sample"
+    unit = "microseconds per sample"
     rows = [row(f"{name} fit", unit, seconds, count, "peer", ours, note) for ours in ("errbar", "errbar float64")]
     peer, information = fit_peer(), collect("float64")
     factorise = alternate(
@@ -110,7 +110,7 @@ def _collect_seconds(model: nn.Module, batches: list[Any], last: int, dtype: tor
 
 
 def predictions(name: str, widths: list[int], *, subset: str) -> list[dict[str, Any]]:
-    """PMFs from the same exact posterior, many inputs and one; how many samples it was fitted on does not matter."""
+    """PMFs from the same exact posterior, for many inputs and for one, whatever it was fitted on."""
     model = head(widths)
     x, y = features(1024, widths[0], widths[-1])
     last = 1 if subset == "last_layer" else len(widths) - 1
@@ -135,7 +135,7 @@ def predictions(name: str, widths: list[int], *, subset: str) -> list[dict[str, 
             value[field] /= size
     agreement = f"peer at batch {batch}; PMFs differ by {pmf:.1e} (K = 100 000)"
     for ours, note in (("errbar", agreement), ("errbar with P^f", "")):
-        rows.append(row(f"{name} predict", "microseconds an input", per_input, 1, "peer", ours, note))
+        rows.append(row(f"{name} predict", "microseconds per input", per_input, 1, "peer", ours, note))
     one = x[:1]
     seconds = alternate(
         {
@@ -143,7 +143,7 @@ def predictions(name: str, widths: list[int], *, subset: str) -> list[dict[str, 
             "errbar": lambda: posterior.predict(one, samples=SAMPLES),
         }
     )
-    rows.append(row(f"{name} predict one", "microseconds an input", seconds, 1, "peer", "errbar", "batch of 1"))
+    rows.append(row(f"{name} predict one", "microseconds per input", seconds, 1, "peer", "errbar", "batch of 1"))
     return rows
 
 
@@ -165,7 +165,7 @@ def row(
 
 
 def against_kron(widths: list[int], count: int) -> list[dict[str, Any]]:
-    """Our exact last layer against their Kronecker approximation of it, on as many samples as CIFAR-10 has."""
+    """Our exact last layer against their Kronecker approximation of it, with as many samples as CIFAR-10."""
     model = head(widths)
     x, y = features(count, widths[0], widths[-1])
     tried = peers.best_fit(model, x, y, subset="last_layer", structure="kron")
@@ -188,7 +188,7 @@ def _one_kron(model: nn.Module, x: Tensor, y: Tensor, best: dict[str, Any]) -> l
 
     seconds = alternate({"peer": fit_peer, "errbar": fit_ours})
     note = f"theirs approximate; {best['backend']}, batch {best['batch']}; both with the factorisation"
-    rows = [row("512→10 exact against kron, fit", "microseconds a sample", seconds, count, "peer", "errbar", note)]
+    rows = [row("512→10 exact against kron, fit", "microseconds per sample", seconds, count, "peer", "errbar", note)]
     peer, posterior = fit_peer(), fit_ours()
     batch = peers.best_predict_batch(peer, x, SAMPLES)
     few, many = x[: max(batch, 8)], x[:1024]
@@ -202,7 +202,7 @@ def _one_kron(model: nn.Module, x: Tensor, y: Tensor, best: dict[str, Any]) -> l
         for field in ("median", "least", "most"):
             seconds[key][field] /= size
     case = "512→10 exact against kron, predict"
-    rows.append(row(case, "microseconds an input", seconds, 1, "peer", "errbar", f"theirs approximate, batch {batch}"))
+    rows.append(row(case, "microseconds per input", seconds, 1, "peer", "errbar", f"theirs approximate, batch {batch}"))
     return rows
 
 
@@ -225,7 +225,7 @@ def many_classes(inputs: int, classes: int, *, with_peer: bool) -> list[dict[str
     seconds = alternate(runs)
     row = {
         "case": f"{inputs}→{classes} one input, PMF and std",
-        "unit": "microseconds an input",
+        "unit": "microseconds per input",
         "method": "eta, exact",
         "errbar": seconds["errbar"]["median"] * 1e6,
         "errbar spread": [seconds["errbar"]["least"] * 1e6, seconds["errbar"]["most"] * 1e6],

@@ -1,4 +1,4 @@
-"""What all benchmarks share: problems, timing in alternation, the machine, and result files."""
+"""Shared by all benchmarks: problems, alternating timings, the machine, and result files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST_SECONDS = 0.2
 def head(widths: list[int], seed: int = 0) -> nn.Sequential:
     """Linear layers with ReLU between them, from an explicit seed; a last layer alone gets a ReLU before it.
 
-    The features are zero or more, so that this one changes nothing; laplace-torch wants more than one module.
+    The features are not negative, so this ReLU changes nothing; laplace-torch needs more than one module.
     """
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
@@ -50,9 +50,9 @@ def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def alternate(runs: dict[str, Callable[[], Any]], repetitions: int = 5) -> dict[str, dict[str, float]]:
-    """Seconds of each run, taken in turn so that a slow spell of the machine hits all: median, least, most.
+    """Seconds of each run, taken in turn so that a slow spell of the machine affects all: median, minimum, maximum.
 
-    The first round warms up, and tells what is over so quickly that one call says little: that is called many times.
+    The first round warms up, and finds the calls that are too short to be timed alone: these are repeated many times.
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     calls = {name: max(1, min(100, round(_LEAST_SECONDS / _seconds(run, 1)))) for name, run in runs.items()}
@@ -66,7 +66,7 @@ def alternate(runs: dict[str, Callable[[], Any]], repetitions: int = 5) -> dict[
 
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
-    """Seconds of a call, the mean of so many."""
+    """Mean seconds per call."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -59,7 +59,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Callable[[Tensor], Tensor]]]] 
 
 
 def digest(value: Any) -> str:
-    """Of tensors by their bytes, of containers and values by what they hold."""
+    """The digest of a tensor is that of its bytes, of a container that of its contents."""
     total = hashlib.sha256()
 
     def feed(part: Any) -> None:
@@ -87,7 +87,7 @@ def of_prediction(prediction: errbar.Prediction) -> list[Any]:
 def results(
     model: nn.Module, data: list[tuple[Tensor, Tensor]], fisher: str, structure: str, folder: Path
 ) -> Iterator[tuple[str, Any]]:
-    """Name and value of everything that is compared."""
+    """The name and value of every compared result."""
     chosen: dict[str, Any] = {"last_layers": 2} if structure == "dense" else {"parameters": "all"}
     x, y = data[0]
     information = errbar.collect(model, data, fisher=fisher, structure=structure, rank=10, **chosen)

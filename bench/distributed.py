@@ -28,14 +28,14 @@ REPETITIONS = 7
 
 
 def _batches(count: int, rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of the data in batches of 512: reading single samples is not what is measured."""
+    """This rank's part of the data in batches of 512, so that reading single samples is not measured."""
     x, y = features(count, 100, 10)
     part = slice(count * rank // world, count * (rank + 1) // world)
     return list(zip(x[part].split(512), y[part].split(512), strict=True))
 
 
 def _seconds(function: Any) -> list[float]:
-    """Of several calls, each begun by all ranks at once and over when the last one is."""
+    """Seconds of several calls, each started by all ranks at once and finished when the last rank is."""
     taken = []
     for _ in range(REPETITIONS + 1):
         dist.barrier()
@@ -120,7 +120,7 @@ def main() -> None:
                     "collect, s": median,
                     "least": min(found[world][name]),
                     "most": max(found[world][name]),
-                    "µs a sample": median / count * 1e6,
+                    "µs per sample": median / count * 1e6,
                     "efficiency": alone / median / (world if name == "strong" else 1),
                 }
             )

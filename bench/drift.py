@@ -1,4 +1,4 @@
-"""How soon the monitor notices a change, and how often it cries wolf: digits in random order, changed after a while.
+"""How soon the monitor notices a change, and how often it raises false alarms: digits in random order, then changed.
 
     python bench/drift.py [--data DIR with MNIST]
 
@@ -117,7 +117,7 @@ def fitted(x: Tensor, y: Tensor, sizes: Sizes) -> errbar.Posterior:
 
 
 def one_run(posterior: errbar.Posterior, change: Change, x: Tensor, y: Tensor, sizes: Sizes, seed: int) -> list[Any]:
-    """The alarms of one stream, their places counted from the change."""
+    """The alarms of one stream, with positions counted from the change."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
     reference, clean, rest = order.tensor_split((sizes.reference, sizes.reference + sizes.clean))

@@ -1,8 +1,8 @@
-"""How often the interval of `metrics.ece_interval` holds the population's ECE, and how wide it is, by simulation.
+"""How often the interval of `metrics.ece_interval` contains the population's ECE, and how wide it is, by simulation.
 
 `python bench/ece_interval.py [--simulations 500] [--processes 2]` prints the table of `docs/results.md`.
 
-Confidences are drawn, labels are right with the confidence plus the gap of the bin; so the population's ECE
+Confidences are drawn, and labels are right with the confidence plus the gap of the bin, so the population's ECE
 Σ_j w_j |gap_j| is known. The width is relative to the central 95 % of the plug-in ECE of such data.
 """
 
@@ -24,7 +24,7 @@ from errbar._base.ece_limits import ece_limits
 
 Array = NDArray[np.float64]
 BINS = 10
-# Draws of each interval; fewer than the default, to have the table in minutes.
+# Draws of each interval; fewer than the default, so that the table takes minutes.
 RESAMPLES = 300
 SIZES = (300, 1000, 10_000)
 
@@ -34,7 +34,7 @@ CONFIDENCE: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "most above 0.9": lambda rng, count: 1 - 0.5 * rng.beta(0.3, 3, count),
     "nearly all at 1": lambda rng, count: 1 - 0.3 * rng.beta(0.15, 6, count),
 }
-# Of which bins the gaps are, relative to each other and with their sign, by the weights of the bins.
+# The gaps of the bins relative to each other, with their signs, from the weights of the bins.
 GAPS: dict[str, Callable[[Array], Array]] = {
     "too sure": lambda weight: -np.ones(BINS),
     "in turn": lambda weight: np.where(np.arange(BINS) % 2, -1.0, 1.0),
@@ -85,14 +85,14 @@ def draw(shape: str, gap: Array, count: int, rng: np.random.Generator) -> tuple[
 
 
 def binned(confidence: Array, right: NDArray[np.bool_]) -> tuple[Array, Array, Array]:
-    """Of each bin the number of inputs, of right ones, and the sum of the confidences."""
+    """For each bin, the number of inputs, the number of right ones, and the sum of the confidences."""
     index = _bin(confidence)
     inputs = np.bincount(index, minlength=BINS).astype(np.float64)
     return inputs, np.bincount(index, right, BINS), np.bincount(index, confidence, BINS)
 
 
 def simulate(case: tuple[str, str, float, int, int]) -> tuple[float, float]:
-    """The share of the intervals that hold the ECE, and their mean width relative to the spread of the plug-in."""
+    """The share of intervals that contain the ECE, and their mean width relative to the spread of the plug-in."""
     shape, gaps, ece, count, simulations = case
     gap, rng = population(shape, gaps, ece), np.random.default_rng(SIZES.index(count))
     counts = [binned(*draw(shape, gap, count, rng)) for _ in range(4000)]

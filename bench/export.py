@@ -1,6 +1,6 @@
 """Exported graphs against `posterior.predict`: bytes, seconds to export, and the latency of one input and of many.
 
-One thread for all. "Python" reads what the file computes: PMF, standard deviations, P^f, logits, P^g and one risk.
+One thread for all. "Python" computes the outputs of the file: PMF, standard deviations, P^f, logits, P^g and one risk.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def everything(posterior: errbar.Posterior, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def largest_difference(found: list[Any], truth: tuple[Tensor, ...]) -> float:
-    """Over all outputs but the risk, which is a step function, relative to the largest number of each (at least 1)."""
+    """Over all outputs except the risk, a step function, relative to the largest number of each (at least 1)."""
     pairs = list(zip(found, truth, strict=True))[:-1]
     return max(float((torch.as_tensor(a) - b).abs().max() / b.abs().max().clamp_min(1)) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Memory of the first prediction with a last layer of many classes, in a process of its own: prints a JSON object.
+"""Memory of the first prediction with a last layer of many classes, in a separate process: prints a JSON object.
 
 python bench/first_prediction.py 128 1000
 """
@@ -18,7 +18,7 @@ SAMPLES = 1000
 
 
 def measured(inputs: int, classes: int) -> dict[str, float]:
-    """MiB that the posterior holds, and above it the peak of the first prediction of PMF and standard deviations."""
+    """MiB held by the posterior, and the peak above it during the first prediction of PMF and standard deviations."""
     meter = ProcessMeter()
     x, y = features(2048, inputs, classes)
     model = head([inputs, classes])

@@ -1,7 +1,7 @@
 """Why the contrast variance of a last layer is *smaller* for foreign pictures: these excite its features less.
 
-P^g of a last layer is a quadratic form in its inputs h, so it shrinks with |h|². ResNets of CIFAR-10 by a third party,
-test pictures against SVHN: how long h is, and the contrast variance with h as it is and with all h of one length.
+P^g of a last layer is a quadratic form in its inputs h, so it shrinks with |h|². Third-party ResNets for CIFAR-10,
+test pictures against SVHN: the length of h, and the contrast variance with h as it is and with all h of one length.
 
     python bench/foreign.py --data DIR
 """

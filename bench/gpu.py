@@ -1,4 +1,4 @@
-"""On one GPU: fit of 60 000 samples at the paper's size, features given, in float64 and with float32 products."""
+"""One GPU: fit of 60 000 samples at the paper's size on given features, in float64 and with float32 products."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
                     "batch": batch,
                     "fit of 60 000, s": seconds["fit"]["median"],
                     "fit, least and most": [seconds["fit"]["least"], seconds["fit"]["most"]],
-                    "predict, µs an input": seconds["predict"]["median"] / 10_000 * 1e6,
+                    "predict, µs per input": seconds["predict"]["median"] / 10_000 * 1e6,
                     "predict one, µs": seconds["one"]["median"] * 1e6,
                 }
             )

@@ -1,6 +1,6 @@
 """The low-rank structure on whole networks: time, memory, what is discarded, and how far that is from exact.
 
-Each case runs in a process of its own, so that its peak memory is its own.
+Each case runs in a separate process, so that its peak memory is its own.
 
     python bench/lowrank.py                    # a network of 11 million parameters alone
     python bench/lowrank.py --data FOLDER      # the folder with cifar10 and pretrained_cifar10: ResNet-20 as well
@@ -42,7 +42,7 @@ def everything(model: nn.Module) -> tuple[Network, Selection]:
 
 
 def peak_gib() -> float:
-    """Of this process alone, where the system says so; `ru_maxrss` starts at what the parent process had."""
+    """The peak of this process alone, where the system reports it; `ru_maxrss` starts at that of the parent process."""
     status = Path("/proc/self/status")
     if status.exists():
         lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
@@ -51,7 +51,7 @@ def peak_gib() -> float:
 
 
 def measured(model: nn.Module, pictures: Tensor, inputs: Tensor, rank: int) -> dict[str, Any]:
-    """Seconds and bytes of collecting, conditioning and predicting, whole network."""
+    """Seconds and bytes of collecting, conditioning and predicting for a whole network."""
     network, selection = everything(model)
     before = peak_gib()
     wall, processor = [time.perf_counter()], [time.process_time()]
@@ -78,9 +78,9 @@ def measured(model: nn.Module, pictures: Tensor, inputs: Tensor, rank: int) -> d
         "rank": rank,
         "samples": len(pictures),
         "inputs": len(inputs),
-        "collect, processor ms a sample": collect / len(pictures) * 1e3,
+        "collect, processor ms per sample": collect / len(pictures) * 1e3,
         "condition, processor s": condition,
-        "predict, processor ms an input": predict / len(inputs) * 1e3,
+        "predict, processor ms per input": predict / len(inputs) * 1e3,
         "wall s (collect, condition, predict)": [after - first for first, after in pairwise(wall)],
         "GiB before": before,
         "GiB at the peak, collect": collect_peak,
@@ -107,7 +107,7 @@ def resnet20(weights: Path, pictures: Tensor, inputs: Tensor, rank: int) -> dict
 
 
 def eleven_million(samples: int, rank: int) -> dict[str, Any]:
-    """ResNet-18 in width and depth, untrained: what it costs does not depend on its weights."""
+    """ResNet-18 in width and depth, untrained: its cost does not depend on its weights."""
     torch.manual_seed(0)
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
     blocks = [Block(inputs, outputs) for inputs, outputs in pairwise(widths)]
@@ -119,7 +119,7 @@ def eleven_million(samples: int, rank: int) -> dict[str, Any]:
 
 
 def accuracy(weights: Path, pictures: Tensor, inputs: Tensor, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Against the exact posterior of the same pictures, which their rows give while they are few enough to be kept."""
+    """Against the exact posterior of the same pictures, computed from their rows while these are few enough to keep."""
     network, selection = everything(load_pretrained(weights))
     with plain_execution(CPU):
         kept = []
@@ -162,7 +162,7 @@ def _sketched(rows: Tensor, rank: int) -> LowRankSum:
 
 
 def _corrections(total: LowRankSum) -> dict[str, Tensor]:
-    """What could be put back of what the sketch discarded; the first is what errbar does."""
+    """Ways of putting back what the sketch discarded; errbar uses the first."""
     ones = torch.ones_like(total.discarded)
     return {
         "low rank, diagonal put back": total.discarded,
@@ -208,7 +208,7 @@ def main() -> None:
     rows.append(alone(eleven_million, 64, 50))
     show("Whole networks, low rank", rows)
     if data is None:
-        print("ResNet-20 was left out: give its folder, make bench DATA=FOLDER.")
+        print("ResNet-20 was left out; name its folder: make bench DATA=FOLDER.")
         return
     show("ResNet-20, all parameters: against the exact posterior", compared)
     save("lowrank", rows, prior=PRIOR, accuracy=compared)

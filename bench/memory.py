@@ -1,6 +1,6 @@
-"""The bytes and seconds that `errbar.plan` predicts, against measured ones: each case in a process of its own.
+"""The bytes and seconds that `errbar.plan` predicts, against measurements: each case in a separate process.
 
-A case is warmed up on a tiny problem first, so that what torch sets up once is not counted; then the peak of the
+A case is first warmed up on a tiny problem, so that torch's one-off setup is not counted; then the peak of the
 process is reset (/proc/self/clear_refs) and read after the fit and after a prediction. On a GPU the peak is that of
 torch's allocator. `--case NAME` prints the JSON of one case; without it all are run and written to results/memory.json.
 """
@@ -32,7 +32,7 @@ SAMPLES = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the shape of one input, and what is asked of them."""
+    """A model, the shape of one input, and the request."""
 
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ def normed() -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    """None of the constants of the plan was chosen with this one in view."""
+    """Held out: none of the plan's constants was chosen with this network in view."""
     layers: list[nn.Module] = []
     for channels, width in ((3, 32), (32, 64)):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -112,7 +112,7 @@ def measured(case: Case, device: torch.device) -> dict[str, float]:
         again = _now(device)
         posterior.predict(inputs, samples=SAMPLES)
         times.append(_now(device) - again)
-    # What is done once, whatever the number of samples, is told apart by going through them four times.
+    # Four passes over the samples separate the fixed cost from the cost per sample.
     again = _now(device)
     errbar.collect(model, batches * 4, **case.options)
     each = max(0.0, _now(device) - again - (collected - start)) / (3 * case.count)
@@ -121,9 +121,9 @@ def measured(case: Case, device: torch.device) -> dict[str, float]:
         "posterior bytes": held,
         "fit bytes": fit,
         "predict bytes": predict,
-        "fit seconds a sample": each,
+        "fit seconds per sample": each,
         "seconds once": once + conditioned - collected + max(0.0, first - min(times)),
-        "predict seconds an input": min(times) / case.batch,
+        "predict seconds per input": min(times) / case.batch,
     }
 
 
@@ -139,9 +139,9 @@ def predicted(case: Case, device: torch.device) -> dict[str, float]:
         "posterior bytes": option.posterior_bytes,
         "fit bytes": option.fit_bytes,
         "predict bytes": option.predict_bytes,
-        "fit seconds a sample": option.fit_seconds_per_sample,
+        "fit seconds per sample": option.fit_seconds_per_sample,
         "seconds once": option.seconds_once,
-        "predict seconds an input": option.predict_seconds_per_input,
+        "predict seconds per input": option.predict_seconds_per_input,
     }
 
 
@@ -166,17 +166,17 @@ def _warm_up(case: Case, device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> float:
-    """With one thread the time of this process, which others on the machine do not disturb."""
+    """With one thread, the time of this process, which other processes do not disturb."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.process_time() if torch.get_num_threads() == 1 and device.type == "cpu" else time.perf_counter()
 
 
 class ProcessMeter:
-    """Bytes of this process, by what Linux tells of it."""
+    """Bytes of this process, as Linux reports them."""
 
     def start(self) -> int:
-        """Reset the peak; what is held now."""
+        """Reset the peak and return what is held now."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -217,7 +217,7 @@ def _status(name: str) -> int:
 
 
 def row(name: str, device: str) -> dict[str, Any]:
-    """One case in a process of its own."""
+    """One case in a separate process."""
     command = [sys.executable, "-W", "ignore", __file__, "--case", name, "--device", device]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     if run.returncode:
@@ -251,7 +251,7 @@ def main() -> None:
         for key, unit, short in (("fit bytes", 2**20, "fit MiB"), ("predict bytes", 2**20, "predict MiB")):
             line[short] = found["measured"][key] / unit
             line[f"{short} predicted/measured"] = found["ratio"][key]
-        for key in ("fit seconds a sample", "seconds once", "predict seconds an input"):
+        for key in ("fit seconds per sample", "seconds once", "predict seconds per input"):
             line[f"{key} ratio"] = found["ratio"][key]
         shown.append(line)
     show("Predicted against measured", shown)

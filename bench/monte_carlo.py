@@ -1,4 +1,4 @@
-"""The error of the PMF against K for each kind of draws, and of the closed form, at equal cost."""
+"""The error of the PMF against K for each kind of draws, and that of the closed form, at equal cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whole convolutional networks and norm layers: what a sample of the fit and an input take, on a CPU or a GPU.
+"""Whole convolutional networks and norm layers: time per sample of the fit and per input, on a CPU or a GPU.
 
-ResNets for CIFAR-10 with random weights and pictures: the time does not depend on them. On a CPU also laplace-torch,
-with each of its backends that can differentiate such a network.
+ResNets for CIFAR-10 with random weights and pictures, on which the time does not depend. On a CPU also
+laplace-torch, with each of its backends that can differentiate such a network.
 
     python bench/networks.py [--device cuda]
 """
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import errbar
 from errbar.experiments.resnet import cifar_resnet
 
-# Samples of a fit and of a batch.
+# Samples per fit and per batch.
 SIZES = {"cpu": (64, 64), "cuda": (4096, 1024)}
-# laplace-torch gets few, because it takes up to a second for each.
+# laplace-torch gets few, because it takes up to a second per sample.
 FEW = 8
 
 
@@ -41,12 +41,12 @@ def main() -> None:
             {"network": f"ResNet-{depth}", **timed(model, x, y, size, structure, parameters)}
             for structure, parameters in asked.items()
         ]
-    show("Whole networks, ms a sample and ms an input", rows)
+    show("Whole networks, ms per sample and ms per input", rows)
     if device == "cuda":
         save("networks-gpu", rows, samples=count, batch=size)
         return
     peers = [row for structure in ("kron", "diag") for row in of_the_peer(model, x[:FEW], y[:FEW], structure)]
-    show("laplace-torch on the same network, ms a sample and ms an input", peers)
+    show("laplace-torch on the same network, ms per sample and ms per input", peers)
     save("networks", rows, samples=count, batch=size, peers=peers)
 
 
@@ -67,7 +67,7 @@ def timed(model: nn.Module, x: Tensor, y: Tensor, size: int, structure: Any, par
 
 
 def of_the_peer(model: nn.Module, x: Tensor, y: Tensor, structure: str) -> list[dict[str, Any]]:
-    """All backends, all parameters, one batch; how far its PMFs are from ours with the same draws."""
+    """All backends, all parameters, one batch, and how far its PMFs are from ours with the same draws."""
     import peers
 
     posterior = errbar.fit(model, [(x, y)], parameters="all", structure=structure, prior=errbar.Prior(PRIOR))

@@ -51,7 +51,7 @@ def fitted(model: nn.Module, x: Tensor, y: Tensor, *, subset: str, structure: st
 
 
 def factorised(approximation: Any) -> Tensor:
-    """The factorisation of the posterior precision, which it puts off until it is needed and then keeps."""
+    """The factorisation of the posterior precision, which the peer defers until it is needed and then keeps."""
     approximation._posterior_scale = None
     return approximation.posterior_scale
 
@@ -67,7 +67,7 @@ def predict(approximation: Any, x: Tensor, batch: int, samples: int) -> Tensor:
 
 
 def best_fit(model: nn.Module, x: Tensor, y: Tensor, *, subset: str, structure: str) -> list[dict[str, Any]]:
-    """Seconds a sample for each backend and batch size on a few hundred samples, quickest first; failures last."""
+    """Seconds per sample for each backend and batch size on a few hundred samples, fastest first, failures last."""
     found = []
     for name, backend in backends().items():
         for batch in (32, 128, 512):
@@ -84,7 +84,7 @@ def best_fit(model: nn.Module, x: Tensor, y: Tensor, *, subset: str, structure: 
 
 
 def best_predict_batch(approximation: Any, x: Tensor, samples: int) -> int:
-    """The batch size with the least time an input; its Jacobians take time quadratic in the batch."""
+    """The batch size with the least time per input; its Jacobians take time quadratic in the batch."""
     taken = {}
     for batch in (1, 8, 32, 128):
         count = min(len(x), max(batch, 8))

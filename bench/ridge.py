@@ -1,6 +1,6 @@
-"""What `calibrate` gives up in NLL so that T_c stays as near to 1 as the data allow, on a network of a third party.
+"""What `calibrate` gives up in NLL to keep T_c as near to 1 as the data allow, on a third-party network.
 
-ResNet-20 of CIFAR-10, last layer, prior by evidence; one half of the test pictures calibrates, the other reports.
+ResNet-20 for CIFAR-10, last layer, prior by evidence; one half of the test pictures calibrates, the other evaluates.
 
     python bench/ridge.py --data DIR
 """
@@ -26,7 +26,7 @@ from errbar.experiments.resnet import load_pretrained, normalise
 
 
 def through(network: nn.Module, pictures: Tensor) -> tuple[nn.Linear, Tensor]:
-    """The last layer, and what goes into it."""
+    """The last layer and its inputs."""
     last = next(module for module in reversed(list(network.modules())) if isinstance(module, nn.Linear))
     seen: list[Tensor] = []
     hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))

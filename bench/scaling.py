@@ -31,7 +31,7 @@ def _measured(widths: list[int], count: int, **options: Any) -> dict[str, float]
     conditioned = time.perf_counter()
     inputs = x[:512]
     posterior.predict(inputs)
-    # Above so many parameters one factorisation takes half a minute, and is timed once.
+    # Above this many parameters a factorisation takes half a minute, and is timed once.
     if information.n_parameters > 15_000:
         seconds = {"collect": {"median": collected - start}, "condition": {"median": conditioned - collected}}
         seconds |= alternate({"predict": lambda: posterior.predict(inputs).pmf}, 2)
@@ -51,14 +51,14 @@ def _measured(widths: list[int], count: int, **options: Any) -> dict[str, float]
         "batch": batch,
         "threads": torch.get_num_threads(),
         "dtype": precision or "float32",
-        "collect, µs a sample": seconds["collect"]["median"] / count * 1e6,
+        "collect, µs per sample": seconds["collect"]["median"] / count * 1e6,
         "condition, s": seconds["condition"]["median"],
-        "predict, µs an input": seconds["predict"]["median"] / len(inputs) * 1e6,
+        "predict, µs per input": seconds["predict"]["median"] / len(inputs) * 1e6,
     }
 
 
 def recursion(widths: list[int], count: int) -> float:
-    """Seconds a sample of eq:recUpdate_all as it stands, one sample at a time, in float64."""
+    """Seconds per sample of eq:recUpdate_all as written, one sample at a time, in float64."""
     model = head(widths).double()
     x, y = features(count, widths[0], widths[-1])
     x = x.double()
@@ -119,8 +119,8 @@ def measure_recursion() -> None:
         n = sum((a + 1) * b for a, b in pairwise(widths))
         seconds = recursion(widths, count)
         operations = 4 * widths[-1] * n**2
-        literal.append({"n": n, "M": widths[-1], "µs a sample": seconds * 1e6, "GFLOP/s": operations / seconds / 1e9})
-    show("The paper's recursion, sample by sample, float64: 4 M n² operations a sample", literal)
+        literal.append({"n": n, "M": widths[-1], "µs per sample": seconds * 1e6, "GFLOP/s": operations / seconds / 1e9})
+    show("The paper's recursion, sample by sample, float64: 4 M n² operations per sample", literal)
     save("recursion", literal)
 
 

@@ -1,7 +1,7 @@
 """The service on loopback against a bare FastAPI endpoint that only runs the network: throughput and latency.
 
-Both serve the demo's digits network from a process of their own, by the same uvicorn. Clients are connections of one
-other process that ask for one input at a time, the next as soon as the answer is there. "errbar" answers with PMF,
+Both serve the demo's digits network from separate processes, with the same uvicorn. Clients are connections of one
+other process that request one input at a time, the next as soon as the answer arrives. "errbar" answers with PMF,
 standard deviations, intervals, entropy and mutual information from 1000 draws; "bare" with the softmax of the logits.
 """
 
@@ -29,7 +29,7 @@ SERVERS = ("errbar", "errbar, one request at a time", "bare")
 
 
 def serve(kind: str) -> None:
-    """One of the servers, which says its port when it is ready."""
+    """One of the servers, which prints its port when it is ready."""
     import uvicorn
 
     from errbar.serve.app import application
@@ -53,13 +53,13 @@ def serve(kind: str) -> None:
 
 
 class Inputs(BaseModel):
-    """What the bare endpoint takes."""
+    """The request of the bare endpoint."""
 
     inputs: list[list[float]]
 
 
 def bare(network: torch.nn.Module) -> Any:
-    """The smallest service that one would write: a list of inputs in, their softmax out."""
+    """A minimal service: a list of inputs in, their softmax out."""
     app = FastAPI()
 
     @app.post("/v1/predict")
@@ -136,7 +136,7 @@ def main() -> None:
             assert not failed, f"{kind} does not answer: {failed[:3]}"
         for clients in CLIENTS:
             measured: dict[str, list[tuple[list[float], list[int], float]]] = {kind: [] for kind in SERVERS}
-            # In turn, so that a slow spell of the machine hits all.
+            # In turn, so that a slow spell of the machine affects all.
             for _ in range(ROUNDS):
                 for kind in SERVERS:
                     measured[kind].append(asyncio.run(load(ports[kind], clients, arguments.seconds, requests)))
@@ -145,7 +145,7 @@ def main() -> None:
                     {
                         "service": kind,
                         "clients": clients,
-                        "answers a second": statistics.median(len(taken) / seconds for taken, _, seconds in runs),
+                        "answers per second": statistics.median(len(taken) / seconds for taken, _, seconds in runs),
                         "least": min(len(taken) / seconds for taken, _, seconds in runs),
                         "most": max(len(taken) / seconds for taken, _, seconds in runs),
                         "p50, ms": 1e3 * statistics.median(quantile(taken, 0.5) for taken, _, _ in runs),

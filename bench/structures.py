@@ -1,4 +1,4 @@
-"""`kron` and `diag` of errbar and of laplace-torch: same prior, same data, the same approximation, so the same PMF."""
+"""`kron` and `diag` of errbar and laplace-torch: the same prior, data and approximation, so the same PMF."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import errbar
 
 
 def without_bias(model: nn.Sequential) -> nn.Sequential:
-    """The peer approximates the bias of a layer apart from its weight; without any, both make the same sums."""
+    """The peer approximates the bias of a layer separately from its weight; without biases both make the same sums."""
     for module in model:
         if isinstance(module, nn.Linear):
             module.bias = None
@@ -39,7 +39,7 @@ def compared(structure: str, widths: list[int], *, subset: str, count: int) -> l
         return errbar.fit(model, batches, last_layers=last, prior=errbar.Prior(PRIOR), structure=structure)
 
     seconds = alternate({"peer": fit_peer, "errbar": fit_ours})
-    unit, note = "microseconds a sample", f"{best['backend']}, batch {best['batch']}, {count} samples"
+    unit, note = "microseconds per sample", f"{best['backend']}, batch {best['batch']}, {count} samples"
     rows = [row(f"{name} fit", unit, seconds, count, "peer", "errbar", note)]
     peer, posterior = fit_peer(), fit_ours()
     size = peers.best_predict_batch(peer, x, SAMPLES)
@@ -55,13 +55,13 @@ def compared(structure: str, widths: list[int], *, subset: str, count: int) -> l
     ours, (mean, covariance) = posterior.logits(few), peer._glm_predictive_distribution(few)
     gap = difference(with_same_draws(ours.mean, ours.covariance), with_same_draws(mean.detach(), covariance.detach()))
     note = f"peer at batch {size}; PMFs differ by {gap:.1e} with the same draws"
-    rows.append(row(f"{name} predict", "microseconds an input", seconds, 1, "peer", "errbar", note))
+    rows.append(row(f"{name} predict", "microseconds per input", seconds, 1, "peer", "errbar", note))
     rows[-1]["difference of PMFs"] = gap
     return rows
 
 
 def with_same_draws(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The PMF of a Gaussian over the logits by the same draws, in the same way: what differs is the Gaussian."""
+    """The PMF of a Gaussian over the logits from the same draws, in the same way, so that only the Gaussian differs."""
     return errbar.LogitGaussian(mean, covariance).predict(SAMPLES).pmf
 
 
@@ -88,7 +88,7 @@ def many_classes(inputs: int, classes: int, **options: Any) -> list[dict[str, An
         {
             "case": f"{inputs}→{classes} {next(iter(options.values()))}",
             "fit of 4096, s": seconds["fit"]["median"],
-            "PMF, std and risk, ms an input": seconds["predict"]["median"] / len(some) * 1e3,
+            "PMF, std and risk, ms per input": seconds["predict"]["median"] / len(some) * 1e3,
             "note": f"peak memory grew by {grown:.0f} MiB at the second prediction",
         }
     ]

@@ -1,10 +1,10 @@
-"""Error bars for a model that was trained with the Trainer of Hugging Face.
+"""Error bars for a model trained with the Hugging Face Trainer.
 
     pip install 'transformers[torch]'
     python examples/hugging_face_trainer.py
 
-A tiny BERT learns to tell which of three tokens a sentence holds most often; nothing is downloaded. The same
-calls of errbar serve any model with a classification head, and data sets of the `datasets` library.
+A tiny BERT learns which of three tokens is most frequent in a sentence; nothing is downloaded. The same errbar calls
+work for any model with a classification head, and for data sets of the `datasets` library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH = 12
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Sentences of the tokens 1 … 19; the label is which of 1, 2, 3 there are most of."""
+    """Sentences of the tokens 1 … 19; the label is the most frequent of the tokens 1, 2 and 3, counted from zero."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,9 @@
-"""A fit over several processes: the same calls as in one.
+"""A fit over several processes, with the same calls as in one.
 
     python examples/ranks.py
     torchrun --nproc-per-node 2 examples/ranks.py
 
-Each rank holds the whole data set and reads its part of it; the posterior is the same on all of them. With GPUs, use
+Each rank has the whole data set and reads its part of it; the posterior is the same on all ranks. With GPUs, use
 the backend "nccl", call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`, and move the model there.
 """
 

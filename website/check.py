@@ -2,7 +2,7 @@
 
     python website/check.py build/site
 
-The strict build has looked at the links of the sources already; this looks at what came out, templates included.
+The strict build has already checked the links of the sources; this checks the result, templates included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# What a browser fetches by itself, and what only a click fetches.
+# What a browser fetches on its own, and what only a click fetches.
 _FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"), ("audio", "src")}
 _FETCHED |= {("link", "href"), ("object", "data"), ("embed", "src"), ("use", "href"), ("img", "srcset")}
 _CLICKED = {("a", "href")}
@@ -50,7 +50,7 @@ def read(path: Path) -> Page:
 
 
 def problems(site: Path) -> list[str]:
-    """A sentence for each thing that is wrong."""
+    """A sentence for each problem."""
     pages = {path: read(path) for path in sorted(site.rglob("*.html"))}
     if not pages:
         return [f"{site} holds no pages; build the site first."]

@@ -1,4 +1,4 @@
-"""A Markdown extension: lists need no empty line before them, as on GitHub, where the same pages are read."""
+"""A Markdown extension: lists need no empty line before them, as on GitHub, which shows the same pages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 
 _ITEM = re.compile(r"(?:[-*+]|\d+\.) +\S")
-# After code blocks were taken out (25), before HTML is (20).
+# After code blocks are taken out (25), and before HTML is (20).
 _PRIORITY = 24
 
 
 class Lists(Preprocessor):
-    """An empty line between a paragraph and a list that follows it."""
+    """Inserts an empty line between a paragraph and the list that follows it."""
 
     def run(self, lines: list[str]) -> list[str]:
         result: list[str] = []

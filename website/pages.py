@@ -1,12 +1,12 @@
-"""The code blocks of the documentation: read, run in order, and compared with what the pages say they print.
+"""The code blocks of the documentation: read, run in order, and compared with the output that the pages show.
 
-    python website/pages.py                  run all pages, and say what differs
-    python website/pages.py --refresh PAGE   run a page, and put what it prints where it says so
+    python website/pages.py                  run all pages, and report differences
+    python website/pages.py --refresh PAGE   run a page, and update the output that it shows
 
-With --data DIR the page on a ResNet is run too, which needs CIFAR-10 and the weights.
+With --data DIR the page on the ResNet is run too; it needs CIFAR-10 and the weights.
 
-A page has one namespace and one empty folder. What a block is follows from its language and its title, both of which a
-reader of the page sees:
+A page has one namespace and one empty folder. The language and the title of a block, both visible to readers, say what
+it is:
 
 - `python`: run. With the title "file: NAME" it is written to a file of the folder instead.
 - `sh`: run with `sh -e`; where all lines are `errbar …`, in this process, which saves the import of torch.
@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RESNET = "tutorials/resnet.md"
-# Pages that show no output: a test runs them and says what it has to be like.
+# Pages that show no output: another test runs them and checks the result.
 RUN_ELSEWHERE = {"drift.md": "docs/test_documents.py"}
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*)(?P<options>.*)$")
 _TITLE = re.compile(r'title="([^"]*)"')
@@ -47,7 +47,7 @@ _UNITS_OF_THE_LAST_DIGIT, _SHARE = 3, 0.02
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `line` is that of its first line of content, counted from one; `indent` is that of the fence."""
+    """A fenced block: `line` is the number of its first line of content, from one; `indent` is that of the fence."""
 
     language: str
     title: str
@@ -69,7 +69,7 @@ class Block:
 
 
 class MismatchError(AssertionError):
-    """A page says something else than its code prints."""
+    """The code of a page prints something other than the page shows."""
 
 
 def all_pages() -> list[str]:
@@ -90,7 +90,7 @@ def blocks(text: str) -> list[Block]:
         while number < len(lines) and lines[number].strip() != opening["ticks"]:
             number += 1
         if number == len(lines):
-            raise MismatchError(f"The block that begins in line {start} has no end.")
+            raise MismatchError(f"The block that begins on line {start} has no end.")
         content = [line.removeprefix(indent) for line in lines[start:number]]
         title = _TITLE.search(opening["options"])
         source = "".join(f"{line}\n" for line in content)
@@ -115,7 +115,7 @@ class Runner:
         return self._python(block) if block.language == "python" else self._shell(block)
 
     def _python(self, block: Block) -> str:
-        # Empty lines before it, so that a traceback has the line of the page.
+        # Empty lines before it, so that a traceback has the line number of the page.
         code = compile("\n" * (block.line - 1) + block.source, str(DOCS / self.page), "exec")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -150,7 +150,7 @@ def _errbar(arguments: list[str]) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """`errbar` and `python` as an installed package has them, for whatever Python runs this."""
+    """`errbar` and `python` as commands of the Python that runs this."""
     programs = folder / ".programs"
     programs.mkdir(exist_ok=True)
     for name, module in (("errbar", "-m errbar"), ("python", "")):
@@ -162,7 +162,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """`folder` as the current one, its modules importable, and afterwards everything as it was."""
+    """`folder` as the current folder, with its modules importable; everything is restored afterwards."""
     import torch
 
     before, path, modules = Path.cwd(), list(sys.path), set(sys.modules)
@@ -183,7 +183,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def run_page(page: str, folder: Path) -> Iterator[tuple[Block, Block | None, str]]:
-    """Run a page: each block that is run, the block that says what it prints if there is one, and what it printed."""
+    """Run a page: each executed block, the block with its expected output if there is one, and its actual output."""
     found = blocks((DOCS / page).read_text(encoding="utf-8"))
     runner = Runner(page, folder)
     with inside(folder):
@@ -193,7 +193,7 @@ def run_page(page: str, folder: Path) -> Iterator[tuple[Block, Block | None, str
 
 
 def require_same(page: str, block: Block, printed: Block | None, output: str) -> None:
-    """Refuse output that the page does not show, and output that is not what the page shows."""
+    """Refuse output that the page does not show, or shows differently."""
     shown = "" if printed is None else printed.source
     exactly = printed is None or printed.title == "printed"
     if not same(shown, output, exactly=exactly):
@@ -224,7 +224,7 @@ def _close(shown: str, printed: str) -> bool:
 
 
 def refreshed(page: str, folder: Path) -> str:
-    """The text of a page with what its blocks print now."""
+    """The text of a page with the present output of its blocks."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     for _, printed, output in reversed(list(run_page(page, folder))):
         if printed is not None and not same(printed.source, output, exactly=printed.title == "printed"):
@@ -235,7 +235,7 @@ def refreshed(page: str, folder: Path) -> str:
 
 
 def link_real_files(given: Path, folder: Path) -> None:
-    """The files that the page on a ResNet needs, under the names that it has for them."""
+    """The files that the page on the ResNet needs, under the names that it uses."""
     folder.mkdir()
     (folder / "cifar10").symlink_to(given.resolve() / "cifar10")
     (folder / "resnet20-12fca82f.th").symlink_to(given.resolve() / "pretrained_cifar10" / "resnet20-12fca82f.th")
@@ -246,7 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the code of the documentation.")
     parser.add_argument("pages", nargs="*", help="as in tutorials/digits.md")
     parser.add_argument("--data", type=Path, metavar="DIR", help="with cifar10/ and pretrained_cifar10/")
-    parser.add_argument("--refresh", action="store_true", help="write what is printed into the pages")
+    parser.add_argument("--refresh", action="store_true", help="write the output into the pages")
     options = parser.parse_args()
     wrong = 0
     for page in options.pages or (usual if options.data is None else [*usual, RESNET]):

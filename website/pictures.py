@@ -1,4 +1,4 @@
-"""The pictures of the documentation, made with the library alone.
+"""The pictures of the documentation, drawn with the library alone.
 
     python website/pictures.py               writes docs/pictures/*.png
 
@@ -51,7 +51,7 @@ def classifier() -> errbar.Posterior:
 
 
 def plane(posterior: errbar.Posterior) -> Figure:
-    """What the network says about the plane, and how far that may be off."""
+    """The predictions of the network over the plane, and how far off they may be."""
     side = torch.linspace(-_EXTENT, _EXTENT, 161, dtype=torch.float64)
     grid = torch.cartesian_prod(side, side)
     prediction = posterior.predict(grid)
@@ -82,7 +82,7 @@ def plane(posterior: errbar.Posterior) -> Figure:
 
 
 def far_point(posterior: errbar.Posterior) -> Tensor:
-    """Of the points far from all data, the one about which the network knows least."""
+    """The point far from all data about which the network knows least."""
     side = torch.linspace(-_EXTENT, _EXTENT, 41, dtype=torch.float64)
     grid = torch.cartesian_prod(side, side)
     grid = grid[(grid.norm(dim=1) > 7) & (grid.norm(dim=1) < 8)]
@@ -90,7 +90,7 @@ def far_point(posterior: errbar.Posterior) -> Tensor:
 
 
 def logits(posterior: errbar.Posterior) -> Figure:
-    """P^g of a point among the data and of one far away, and the PMFs that follow."""
+    """P^g of a point among the data and of one far away, and the resulting PMFs."""
     x = torch.stack([torch.tensor(_NEAR, dtype=torch.float64), far_point(posterior)])
     gaussian, prediction = posterior.logits(x), posterior.predict(x)
     reach = float((gaussian.centered().mean.abs() + 2.5 * gaussian.centered().variance.sqrt()).max())
@@ -106,7 +106,7 @@ def logits(posterior: errbar.Posterior) -> Figure:
 
 
 def samples(posterior: errbar.Posterior) -> Figure:
-    """The samples of one probability, and what is read off them."""
+    """The samples of one probability, and the numbers read off them."""
     x = torch.tensor([_NEAR], dtype=torch.float64)
     prediction = posterior.predict(x, samples=4000)
     number = int(prediction.label[0])
@@ -142,7 +142,7 @@ def reliability(posterior: errbar.Posterior) -> Figure:
 
 
 def two_digits(folder: Path) -> bytes:
-    """The picture that the tutorial on digits makes."""
+    """The picture drawn by the tutorial on digits."""
     for _ in pages.run_page("tutorials/digits.md", folder):
         pass
     return (folder / "two-digits.png").read_bytes()
