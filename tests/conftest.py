@@ -14,7 +14,11 @@ from jaxtyping import install_import_hook
 assert "errbar" not in sys.modules, "errbar was imported before its shapes could be checked"
 
 with install_import_hook("errbar", "shapes.check_shapes"):
-    import errbar  # noqa: F401
+    import errbar
+
+    # Names are imported when they are first used, so here, while the hook is at work.
+    for name in errbar.__all__:
+        getattr(errbar, name)
 
 import command_line  # noqa: E402 - it imports errbar, and the hook has to come first
 

@@ -8,24 +8,9 @@ prediction.pmf, prediction.covariance, prediction.risk(0.05)
 
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
-from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from errbar import metrics
-from errbar._distributions.logits import JointLogits, LogitGaussian
-from errbar._distributions.prediction import Prediction
-from errbar._files.load import FileDescription, info, load, merge, verify
-from errbar._monitor.martingales import Alarm
-from errbar._monitor.monitor import Monitor
-from errbar._operations.calibrate import calibrate
-from errbar._operations.choose_prior import choose_prior
-from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
-from errbar._operations.fusion import fuse, fuse_frames
-from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
-from errbar._planning.plan import Option, Plan, plan
-from errbar._posterior.collect import collect
-from errbar._posterior.information import Information
-from errbar._posterior.posterior import Posterior, condition, fit
-from errbar._posterior.prior import Prior
 from errbar.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -49,6 +34,24 @@ from errbar.errors import (
     WeightsChangedError,
 )
 from errbar.version import __version__
+
+if _TYPE_CHECKING:
+    from errbar import metrics
+    from errbar._distributions.logits import JointLogits, LogitGaussian
+    from errbar._distributions.prediction import Prediction
+    from errbar._files.load import FileDescription, info, load, merge, verify
+    from errbar._monitor.martingales import Alarm
+    from errbar._monitor.monitor import Monitor
+    from errbar._operations.calibrate import calibrate
+    from errbar._operations.choose_prior import choose_prior
+    from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
+    from errbar._operations.fusion import fuse, fuse_frames
+    from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
+    from errbar._planning.plan import Option, Plan, plan
+    from errbar._posterior.collect import collect
+    from errbar._posterior.information import Information
+    from errbar._posterior.posterior import Posterior, condition, fit
+    from errbar._posterior.prior import Prior
 
 __all__ = [
     "AbstentionRule",
@@ -107,19 +110,49 @@ __all__ = [
     "verify",
 ]
 
-# Modules that are imported when they are first used, because they need more than the package does: a package that must
-# be installed for that, or none.
-_LATER = {"lightning": ("lightning", "pytorch_lightning"), "plots": (), "report": (), "sklearn": ("sklearn",)}
+# Where each name comes from. It is imported when it is first used, with what it needs and no more: `errbar --help`
+# needs no torch.
+_NAMES = {
+    "_distributions.logits": ("JointLogits", "LogitGaussian"),
+    "_distributions.prediction": ("Prediction",),
+    "_files.load": ("FileDescription", "info", "load", "merge", "verify"),
+    "_monitor.martingales": ("Alarm",),
+    "_monitor.monitor": ("Monitor",),
+    "_operations.calibrate": ("calibrate",),
+    "_operations.choose_prior": ("choose_prior",),
+    "_operations.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
+    "_operations.fusion": ("fuse", "fuse_frames"),
+    "_operations.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
+    "_planning.plan": ("Option", "Plan", "plan"),
+    "_posterior.collect": ("collect",),
+    "_posterior.information": ("Information",),
+    "_posterior.posterior": ("Posterior", "condition", "fit"),
+    "_posterior.prior": ("Prior",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+# Public modules, and the packages of which one must be installed for them.
+_MODULES = {
+    "lightning": ("lightning", "pytorch_lightning"),
+    "metrics": (),
+    "plots": (),
+    "report": (),
+    "sklearn": ("sklearn",),
+}
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """`errbar.plots` and the like after a mere `import errbar`."""
-    if name not in _LATER:
+def __getattr__(name: str) -> _Any:
+    """`errbar.fit`, `errbar.plots` and the like after a mere `import errbar`."""
+    if name in _MODULES:
+        return _import_module(f"errbar.{name}")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'errbar' has no attribute {name!r}")
-    return _import_module(f"errbar.{name}")
+    value = getattr(_import_module(f"errbar.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     """All that is here, with those modules whose packages are installed."""
-    later = [name for name, needs in _LATER.items() if not needs or any(map(_find_spec, needs))]
-    return sorted({*globals(), *later})
+    modules = [name for name, needs in _MODULES.items() if not needs or any(map(_find_spec, needs))]
+    return sorted({*globals(), *_MODULE_OF, *modules})

@@ -88,6 +88,26 @@ def test_exported_names_are_these_and_no_others() -> None:
     assert visible == {name for name in PUBLIC if not name.startswith("_") and name != "metrics"}
 
 
+def test_type_checkers_see_the_names_that_are_imported_when_used() -> None:
+    tree = ast.parse(MODULES[""].read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.name: node.module.removeprefix("errbar.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module != "errbar"
+        for alias in node.names
+    }
+    assert seen == errbar._MODULE_OF
+    at_once = {name for name in PUBLIC if name in vars(errbar.errors)} | {"__version__", "metrics"}
+    assert seen.keys() == PUBLIC - at_once
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    script = "import sys, errbar; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == ["False", "False"]
+
+
 def test_every_public_name_has_a_docstring() -> None:
     for name in PUBLIC - {"__version__"}:
         thing = getattr(errbar, name)
@@ -259,7 +279,7 @@ def test_the_covariance_of_a_prediction_is_computed_when_it_is_read() -> None:
 def test_importing_the_package_needs_no_extra() -> None:
     extras = ["matplotlib", "sklearn", "typer", "rich", "scipy", "pandas", "hypothesis", "beartype", "curvlinops"]
     extras += ["onnx", "onnxruntime", "onnxscript", "fastapi", "uvicorn", "prometheus_client", "PIL"]
-    script = f"import sys, errbar; print([name for name in {extras!r} if name in sys.modules])"
+    script = f"import sys; from errbar import *; print([name for name in {extras!r} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "[]"
 
@@ -306,7 +326,7 @@ def test_no_message_names_an_installation_that_cannot_work() -> None:
 def test_importing_the_package_says_nothing_and_changes_no_global_state() -> None:
     script = (
         "import torch; torch.manual_seed(0); a = torch.get_rng_state(), torch.get_default_dtype(), "
-        "torch.is_grad_enabled(), torch.get_num_threads(); import errbar; b = torch.get_rng_state(), "
+        "torch.is_grad_enabled(), torch.get_num_threads(); from errbar import *; b = torch.get_rng_state(), "
         "torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(); "
         "assert torch.equal(a[0], b[0]) and a[1:] == b[1:]"
     )
