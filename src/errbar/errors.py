@@ -4,9 +4,23 @@ All derive from `ErrbarError`. Where a built-in exception says the same thing (`
 `OSError`, `MemoryError`), the type derives from that too, so that generic handlers keep working.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class ErrbarError(Exception):
-    """Base of all errors that errbar raises on purpose."""
+    """Base of all errors that errbar raises on purpose.
+
+    `arguments` are the arguments that the sentence writes out, with their values, or a tuple of values: `{"precision":
+    "float64"}` where it says `precision='float64'`. So the command line can say `--precision float64` instead.
+    """
+
+    arguments: Mapping[str, object] = MappingProxyType({})
+
+    def __init__(self, message: str = "", *, arguments: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        if arguments:
+            self.arguments = dict(arguments)
 
 
 class ArgumentError(ErrbarError, ValueError):

@@ -37,6 +37,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ZEROS = "0" * 64
 _FINITE = "Expected finite numbers: products of large inputs can exceed those of float32, so use precision='float64'."
+_FINITE_ARGUMENTS = {"precision": "float64"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def write(path: str | os.PathLike[str], kind: str, description: dict[str, Any], 
     """
     where = file_name(path)
     for name, tensor in tensors.items():
-        _require_finite(tensor, FileError(f"Cannot write {where}: '{name}' holds NaN or infinite values. {_FINITE}"))
+        sentence = f"Cannot write {where}: '{name}' holds NaN or infinite values. {_FINITE}"
+        _require_finite(tensor, FileError(sentence, arguments=_FINITE_ARGUMENTS))
     header = _header(where, kind, description, tensors)
     place = header.index(f'"content":"{_ZEROS}"'.encode()) + len('"content":"')
     digest = hashlib.sha256(header)
@@ -109,7 +111,10 @@ def _header(where: str, kind: str, description: dict[str, Any], tensors: Mapping
     try:
         text_of_description = json.dumps(description, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
-        raise FileError(f"Cannot write {where}: its description holds NaN or infinite numbers. {_FINITE}") from error
+        raise FileError(
+            f"Cannot write {where}: its description holds NaN or infinite numbers. {_FINITE}",
+            arguments=_FINITE_ARGUMENTS,
+        ) from error
     metadata = {
         "content": _ZEROS,
         "format": str(FORMAT),

@@ -102,7 +102,8 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
             f"{name} is not positive semi-definite: adding {limit:.0e} of its mean diagonal still does not "
             "make it so. Expected a covariance or precision matrix with eigenvalues of zero or more; check "
             "that the data are finite and the prior precision is not many orders of magnitude below the "
-            "information, or compute with precision='float64'."
+            "information, or compute with precision='float64'.",
+            arguments={"precision": "float64"},
         )
     return lower, used
 

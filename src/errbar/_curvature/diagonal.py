@@ -96,7 +96,8 @@ def safe_precision(precision: Float[Tensor, "..."], *, limit: float) -> tuple[Fl
                 f"The posterior precision is not positive: its smallest entry is {smallest:.3g}, and adding "
                 f"{limit:.0e} of the mean entry {mean:.3g} still does not make it so. Check that the data are finite "
                 "and the prior precision is not many orders of magnitude below the information, or compute with "
-                "precision='float64'."
+                "precision='float64'.",
+                arguments={"precision": "float64"},
             )
     return precision + jitter * mean, jitter
 

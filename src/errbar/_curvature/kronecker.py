@@ -124,7 +124,8 @@ class KroneckerBlock:
             raise ArgumentError(
                 f"The prior precision of layer '{self.layer.name}' goes from {least:g} to {most:g}; structure='kron' "
                 "needs one number for a layer, its weight and bias together. Give one number for each module, or use "
-                "structure='block' or 'diag'."
+                "structure='block' or 'diag'.",
+                arguments={"structure": ("kron", "block")},
             )
         name = f"The Kronecker factors of layer '{self.layer.name}'"
         inner_values, inner_basis = linalg.eigenvectors(self.inner, name=name)

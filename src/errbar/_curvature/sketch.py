@@ -133,7 +133,8 @@ def without_rounding(covariance: Float[Tensor, "M M"], tolerance: float) -> Floa
     if not float(values[-1]) >= -tolerance:
         raise CovarianceError(
             f"The covariance of the logits has the eigenvalue {float(values[-1]):.3g}, where rounding explains "
-            f"−{tolerance:.3g}. Expected eigenvalues of zero or more; use precision='float64'."
+            f"−{tolerance:.3g}. Expected eigenvalues of zero or more; use precision='float64'.",
+            arguments={"precision": "float64"},
         )
     return covariance if float(values[-1]) >= 0 else linalg.symmetric((vectors * values.clamp_min(0)) @ vectors.T)
 

@@ -74,7 +74,8 @@ class Inspection:
             raise ModelError(
                 "The model ends in a log-softmax, and fisher='eta' depends on the shift of the logits, which that "
                 "takes away; expected logits. Pass the model without its log-softmax, or use fisher='ggn', for which "
-                "log-probabilities are logits like any other."
+                "log-probabilities are logits like any other.",
+                arguments={"fisher": ("eta", "ggn")},
             )
 
     def require_dependence(self, selection: Selection, parameters: str | Sequence[str] | None) -> None:

@@ -76,7 +76,7 @@ class Team:
             result = step()
         except Exception as error:
             failure = error
-        told = None if failure is None else (_kind(failure), str(failure))
+        told = None if failure is None else (_kind(failure), str(failure), dict(getattr(failure, "arguments", {})))
         try:
             if failure is not None and not isinstance(failure, _StoppedError):
                 self._leave_notice()
@@ -244,11 +244,11 @@ def _kind(failure: Exception) -> str:
     return next(names, type(failure).__name__)
 
 
-def _error_of(rank: int, kind: str, sentence: str) -> ErrbarError:
+def _error_of(rank: int, kind: str, sentence: str, arguments: dict[str, object]) -> ErrbarError:
     """The error of another rank, by the name of its type."""
     made = getattr(errors, kind, None)
     if isinstance(made, type) and issubclass(made, ErrbarError):
-        return made(f"On rank {rank}: {sentence}")
+        return made(f"On rank {rank}: {sentence}", arguments=arguments)
     return RankError(f"Rank {rank} failed with {kind}: {sentence}")
 
 

@@ -252,7 +252,8 @@ def _refused(node: Node, missing: list[LinearLayer]) -> ExportError:
     return ExportError(
         f"On the way back from the logits to the selected layers ({names}) the model has {what}, whose derivative an "
         f"exported graph cannot take. Expected, for inputs of shape (batch, features), {_DIFFERENTIATED}. Fit the "
-        "layers after it only (last_layers=1), or serve posterior.predict."
+        "layers after it only (last_layers=1), or serve posterior.predict.",
+        arguments={"last_layers": 1},
     )
 
 

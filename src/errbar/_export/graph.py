@@ -305,6 +305,7 @@ def _full(covariance: nn.Module, classes: int) -> Head:
         raise ExportError(
             f"With {classes} classes a full covariance of the logits cannot be factorised in an exported graph; "
             f"expected at most {MOST_CLASSES}. Fit the last layer alone (last_layers=1) with fisher='eta', "
-            "structure='diag' or structure='kron', whose logits are sampled without a factorisation."
+            "structure='diag' or structure='kron', whose logits are sampled without a factorisation.",
+            arguments={"last_layers": 1, "fisher": "eta", "structure": ("diag", "kron")},
         )
     return Head(covariance, "full", classes - 1)

@@ -203,7 +203,8 @@ def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
         f"The posterior is about {', '.join(task.selection.names[:4])}{' …' if len(task.selection.names) > 4 else ''} "
         f"(structure '{task.structure}'), which an exported graph cannot differentiate by. Expected linear layers that "
         "are used once for each input, with structure 'dense', 'block', 'kron' or 'diag'. Fit the last linear layers "
-        "only (last_layers=1), or serve posterior.predict."
+        "only (last_layers=1), or serve posterior.predict.",
+        arguments={"last_layers": 1},
     )
 
 
@@ -248,7 +249,8 @@ def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
             raise ExportError(
                 f"{who} and posterior.predict differ by {error:.1e} in '{name}' of the example; expected at most "
                 f"{limit:.0e}. {_cause(who, truth.dtype)} A model that does something else for a batch of one cannot "
-                "be exported."
+                "be exported.",
+                arguments={"precision": "float64"},
             )
 
 

@@ -74,7 +74,8 @@ def choose_prior(
     if values[best] == -float("inf"):
         raise CovarianceError(
             f"No prior precision from {candidates[0]:g} to {candidates[-1]:g} makes the posterior precision positive. "
-            "Try larger ones, or collect with precision='float64'."
+            "Try larger ones, or collect with precision='float64'.",
+            arguments={"precision": "float64"},
         )
     value, negligible = values[best], _NEGLIGIBLE[by] if candidates == list(PRECISIONS) else math.inf
     is_at_edge = len(candidates) > 2 and best in (0, len(candidates) - 1)

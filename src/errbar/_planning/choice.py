@@ -76,7 +76,8 @@ def _refusal(task: Task, name: str, rank: int, start: str) -> SizeError:
     return SizeError(
         f"{start}structure='{name}' of {task.selection.n_parameters:,} parameters needs "
         f"{readable(peak(name, task.selection))} on {device}, and {readable(available_bytes(device))} are available; "
-        f"{instead}."
+        f"{instead}.",
+        arguments={"structure": (name, other), "last_layers": layers},
     )
 
 
