@@ -76,6 +76,17 @@ def test_python_m_errbar_is_errbar() -> None:
     assert result.stdout == f"errbar {errbar.__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["fit", "--help"], ["evaluate", "--help"], ["fit"]])
+def test_what_computes_nothing_imports_no_torch(arguments: list[str]) -> None:
+    script = (
+        "import contextlib, io, sys\nfrom errbar.cli.main import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main({arguments!r})\n"
+        "print([name for name in ('torch', 'numpy', 'errbar.report', 'errbar.plots') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     result = subprocess.run([sys.executable, "-m", "errbar", "nonsense"], capture_output=True, text=True, check=False)
     assert result.returncode == 2

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 import errbar
 from command_line import CLASSES, Workspace, run, said
 from errbar._curvature.registry import structure_names
-from errbar.cli import choices
+from errbar.cli import options
 from processes import environment, torchrun
 
 FIT = ["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"]
@@ -225,9 +226,9 @@ def test_usage_errors_have_exit_code_two(arguments: list[str], expected: str, fi
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    assert {choice.value for choice in choices.StructureChoice} == {*structure_names(), "auto"}
+    assert set(get_args(options.StructureName)) == {*structure_names(), "auto"}
     scores = errbar.OutlierScores.__annotations__
-    assert {choice.value.replace("-", "_") for choice in choices.SuspicionChoice} == set(scores)
+    assert set(map(options.argument_of, get_args(options.SuspicionName))) == set(scores)
 
 
 @pytest.mark.parametrize("package", ["pyarrow", "PIL"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,7 @@ import torch
 import errbar
 from command_line import CLASSES, Workspace, run, said
 from errbar._export.write import OUTPUTS
-from errbar.cli import choices
-from errbar.cli.wording import in_words_of_commands
+from errbar.cli import main, options
 
 MODEL = ["--model", "tiny_net:trained"]
 EVALUATE = ["evaluate", "calibrated.safetensors", "data.npz", *MODEL]
@@ -162,7 +163,7 @@ def test_a_mistake_about_an_export_is_one_sentence(arguments: list[str], expecte
 
 
 def test_the_outputs_to_choose_from_are_those_of_the_library() -> None:
-    assert [choice.value.replace("-", "_") for choice in choices.OutputChoice] == list(OUTPUTS)
+    assert [options.argument_of(choice) for choice in options.OutputName] == list(OUTPUTS)
 
 
 # ----------------------------------------------------------------------------------------- mistakes in the user's code
@@ -196,19 +197,56 @@ def test_an_exception_of_the_users_code_is_one_sentence_with_its_place(
 
 
 @pytest.mark.parametrize(
-    ("sentence", "expected"),
+    ("sentence", "arguments", "expected"),
     [
-        ("check their dtype, or pass unpack= if the batch holds something else.", "or change them with --transform."),
         (
-            "Fit (last_layers=1) with fisher='eta' or structure='kron'.",
-            "(--last-layers 1) with --fisher eta or --struct",
+            "check their dtype, or pass unpack= if the batch holds something else.",
+            {},
+            "or change them with --transform.",
         ),
-        ("Expected exactly one of last_layers= and parameters=.", "one of --last-layers and --parameters."),
-        ("Pass leave_out=False for data", "Use --held-out for data"),
+        (
+            "Fit (last_layers=1) with fisher='eta' or structure='kron', not structure='dense'.",
+            {"last_layers": 1, "fisher": "eta", "structure": ("kron", "dense")},
+            "(--last-layers 1) with --fisher eta or --structure kron, not --structure dense.",
+        ),
+        ("Pass leave_out=False for data", {}, "Use --held-out for data"),
+        ("Leave num_replicas= and rank= out.", {}, "Leave num_replicas= and rank= out."),
     ],
 )
-def test_advice_is_in_the_words_of_the_command_line(sentence: str, expected: str) -> None:
-    assert expected in in_words_of_commands(sentence)
+def test_advice_is_in_the_words_of_the_command_line(sentence: str, arguments: dict[str, object], expected: str) -> None:
+    assert expected in main.sentence_of(errbar.ErrbarError(sentence, arguments=arguments))
+
+
+def constants(tree: ast.AST) -> str:
+    """All texts in a piece of code, as one; the numbers in formatted ones are left out."""
+    return " ".join(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str)
+
+
+def test_advice_that_is_replaced_is_what_the_library_says() -> None:
+    package = Path(errbar.__file__).parent
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package.glob("_*/*.py")]
+    sentences = "\n".join(constants(tree) for tree in trees)
+    for written in main.ADVICE:
+        assert written in sentences
+
+
+OPTIONS = "last_layers|parameters|structure|precision|fisher|samples|seed|prior|checkpoint|every|draws"
+
+
+def test_errors_carry_the_arguments_that_they_write_out() -> None:
+    """Else the command line would tell its users to write Python."""
+    package = Path(errbar.__file__).parent
+    checked = 0
+    for path in package.glob("_*/*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id.endswith("Error")):
+                continue
+            names = {match[1] for text in call.args for match in re.finditer(rf"\b({OPTIONS})=[\w']", constants(text))}
+            carried = [keyword.value for keyword in call.keywords if keyword.arg == "arguments"]
+            if names and call.func.id != "SelectionError":  # commands ask for exactly one selection themselves
+                assert carried, f"{path.name}, line {call.lineno}"
+                checked += 1
+    assert checked >= 6
 
 
 def test_a_path_that_cannot_be_written_asks_for_no_report(files: Workspace) -> None:

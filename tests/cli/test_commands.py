@@ -392,7 +392,7 @@ def test_a_parquet_file_has_inputs_as_lists_and_names(files: Workspace, tmp_path
 
 
 def test_arrays_stay_on_the_disk(workspace: Workspace) -> None:
-    from errbar.cli.source import TRAINING, DataRequest
+    from errbar.cli.inputs import TRAINING, DataRequest
 
     rows: Any = DataRequest("data.npz", 8).open(TRAINING).rows
     assert isinstance(rows.x, np.memmap)

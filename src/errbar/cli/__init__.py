@@ -1,5 +1,7 @@
-"""The commands of `errbar`: each reads its options, calls the library, writes one file at most, and says what it did.
+"""The commands of `errbar`, one module each: options in, one file at most out, and what came of it in words or JSON.
 
-`options` and `choices` are what can be typed; `named`, `models`, `rows` and `source` find models and data; `writers`
-writes results; `session` speaks to people or machines, and to the other ranks of a job.
+A command module imports what it needs when the command runs, so that `errbar --help` and the shell's completion load no
+torch, and `errbar fit` no report. Shared by the commands: `options` (what can be typed), `inputs`, `rows` and `images`
+(data), `models`, `posteriors` and `predictions`, `user_code` and `extras` (imports by name), `output` (files of
+results) and `session` (what surrounds a command).
 """

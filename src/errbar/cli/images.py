@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errbar.cli.named import extra
+from errbar.cli.extras import extra
 from errbar.cli.rows import IMAGES, Row, Rows, Transform, apply, stacked
 from errbar.errors import ArgumentError, DataError, FileError, LabelError
 
@@ -41,8 +41,8 @@ class ImageRows(Rows):
         self.classes = tuple(classes) if classes is not None else tuple(part.name for part in folders) or None
         self.labelled = bool(folders)
         if folders:
-            found = [(path, self._number(part.name)) for part in folders for path in _pictures(part)]
-            self.paths, self.labels = [path for path, _ in found], [label for _, label in found]
+            pairs = [(path, self._number(part.name)) for part in folders for path in _pictures(part)]
+            self.paths, self.labels = [path for path, _ in pairs], [label for _, label in pairs]
         else:
             self.paths, self.labels = _pictures(folder), []
         if not self.paths:
@@ -121,5 +121,5 @@ def _class_folders(folder: Path) -> list[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and not path.name.startswith("."))
-    return sorted(path for path in found if path.is_file())
+    paths = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and not path.name.startswith("."))
+    return sorted(path for path in paths if path.is_file())

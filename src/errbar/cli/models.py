@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from errbar.cli.named import called, named
+from errbar.cli.user_code import called, named
 from errbar.errors import ArgumentError, FileError, MismatchError
 
 _PICKLED = (".pt", ".pth", ".th", ".bin", ".ckpt")
@@ -26,8 +26,8 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 def model_of(where: str, weights: Path | None, device: torch.device) -> nn.Module:
     """The model that `package.module:callable` returns or is, with the weights of a file, on `device`."""
-    found = named(where, "model")
-    model = found if isinstance(found, nn.Module) else called(found, where, "model")
+    value = named(where, "model")
+    model = value if isinstance(value, nn.Module) else called(value, where, "model")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"The model {where!r} is a {type(model).__name__}; expected a torch.nn.Module.")
     if weights is not None:
@@ -40,18 +40,18 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     Batch norms counted no batches before torch 0.4.1; files of that time lack the counters, which predict nothing.
     """
-    state = _unwrapped(_state_dict(_content(path), path), model.state_dict())
-    wanted = model.state_dict()
-    missing = [name for name in wanted if name not in state and not name.endswith(_COUNTER)]
-    unknown = [name for name in state if name not in wanted]
+    expected = model.state_dict()
+    state = _unwrapped(_state_dict(_content(path), path), expected)
+    missing = [name for name in expected if name not in state and not name.endswith(_COUNTER)]
+    unknown = [name for name in state if name not in expected]
     other = [
         f"{name} is {tuple(state[name].shape)} and not {tuple(value.shape)}"
-        for name, value in wanted.items()
+        for name, value in expected.items()
         if name in state and isinstance(value, Tensor) and state[name].shape != value.shape
     ]
     if missing or unknown or other:
         differences = [
-            f"{_listed(names)} {text}"
+            f"{_list_of(names)} {text}"
             for names, text in ((missing, "missing"), (unknown, "not in the model"), (other, ""))
             if names
         ]
@@ -113,15 +113,15 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Tensor]:
     return content
 
 
-def _unwrapped(state: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+def _unwrapped(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:
     """Names without what wrappers put before all of them."""
     names = dict(state)
     for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in names) and not all(name.startswith(prefix) for name in wanted):
+        if all(name.startswith(prefix) for name in names) and not all(name.startswith(prefix) for name in expected):
             names = {name.removeprefix(prefix): value for name, value in names.items()}
     return names
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_of(names: Sequence[str]) -> str:
     more = "" if len(names) <= 3 else f" and {len(names) - 3} more"
     return ", ".join(names[:3]) + more

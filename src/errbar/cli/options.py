@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-from errbar.cli.choices import FisherChoice, PrecisionChoice
 
 _CALLABLE = "PACKAGE.MODULE:CALLABLE"
 _DATA = "An .npz or .parquet file, a folder of pictures, or package.module:callable; file.npz:test for x_test, y_test."
 
 DEFAULT_PRIOR = "1.0"
+
+# Options with few values; another value is a usage error, whose message lists these.
+FisherName = Literal["ggn", "eta"]
+StructureName = Literal["auto", "dense", "block", "kron", "lowrank", "diag"]
+PrecisionName = Literal["model", "float64"]
+ObjectiveName = Literal["nll", "brier", "ece"]
+ScaleName = Literal["temperature", "covariance-scale"]
+SuspicionName = Literal["label-suspicion", "mutual-information", "contrast-variance"]
+DrawsName = Literal["random", "antithetic", "sobol"]
+
+
+class OutputName(StrEnum):
+    """What an exported graph returns; an enumeration, because typer takes no list of `Literal`."""
+
+    PMF = "pmf"
+    STD = "std"
+    COVARIANCE = "covariance"
+    LOGITS = "logits"
+    LOGIT_COVARIANCE = "logit-covariance"
+    RISK = "risk"
+
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="package.module:callable that returns the model, also in this folder.")
@@ -22,16 +42,26 @@ PosteriorArgument = Annotated[
     Path, typer.Argument(metavar="POSTERIOR", help="A file of errbar fit, calibrate, update, forget or merge.")
 ]
 
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A file that errbar has written.")]
+
 Model = Annotated[str, typer.Option("--model", metavar=_CALLABLE, help="Returns the model of the fit.")]
 Weights = Annotated[
     Path | None,
     typer.Option("--weights", metavar="FILE", help="Its weights: .safetensors, or a state dict as .pt, .pth or .th."),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", metavar=_CALLABLE, help="Its model; one for each posterior, or one for all."),
+]
+WeightsFiles = Annotated[
+    list[Path] | None, typer.Option("--weights", metavar="FILE", help="Its weights; one for each posterior.")
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")]
 Results = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .jsonl, .csv, .parquet or .npz.")
 ]
 Graph = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .onnx or .pt2.")]
+Factors = Annotated[bool, typer.Option("--factors", help="Save the factorisation too: loads at once.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs in a batch of files and data sets.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto is a GPU where there is one.")]
@@ -49,9 +79,9 @@ ClassNames = Annotated[
 ]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Monte Carlo draws for each input.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
-Fisher = Annotated[FisherChoice, typer.Option("--fisher", help="ggn, or eta for the paper's diagonal form.")]
+Fisher = Annotated[FisherName, typer.Option("--fisher", help="ggn, or eta for the paper's diagonal form.")]
 Rank = Annotated[int, typer.Option("--rank", min=1, help="Of the sketch, for lowrank.")]
-Precision = Annotated[PrecisionChoice, typer.Option("--precision", help="Of products: the model's, or float64.")]
+Precision = Annotated[PrecisionName, typer.Option("--precision", help="Of products: the model's, or float64.")]
 PriorText = Annotated[
     str,
     typer.Option(
@@ -68,3 +98,17 @@ Risk = Annotated[
     ),
 ]
 Covariance = Annotated[bool, typer.Option("--covariance", help="Write the covariance of the PMF too.")]
+
+
+def argument_of(choice: str) -> str:
+    """What the library calls a value that is typed.
+
+    >>> argument_of("label-suspicion")
+    'label_suspicion'
+    """
+    return choice.replace("-", "_")
+
+
+def precision_of(choice: PrecisionName) -> Literal["float64"] | None:
+    """The precision of products for the library: None is the model's own."""
+    return "float64" if choice == "float64" else None

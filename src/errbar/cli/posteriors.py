@@ -1,4 +1,4 @@
-"""Posteriors of a command: loaded with their model, made with a prior that was typed, saved with names of classes."""
+"""Posteriors of a command: loaded with their model, made with a prior that was typed, saved, and compared."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import Any
 import torch
 
 import errbar
+from errbar._model.batch import Batch
+from errbar.cli.inputs import DataRequest, Source
 from errbar.cli.models import model_of
 from errbar.cli.options import DEFAULT_PRIOR
+from errbar.cli.output import require_new
+from errbar.cli.session import Session
 from errbar.errors import ArgumentError, MismatchError
+
+# Inputs by which update and forget tell how much the error bars changed.
+COMPARED = 256
+
+# ---------------------------------------------------------------------------------------------------------- loading
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +41,46 @@ class PosteriorRequest:
     weights: Path | None = None
 
     def load(self, device: torch.device) -> Loaded:
-        described = errbar.info(self.path)
+        classes = errbar.info(self.path).classes
         try:
-            loaded = errbar.load(self.path, model_of(self.model, self.weights, device))
+            posterior = errbar.load(self.path, model_of(self.model, self.weights, device))
         except MismatchError as error:
             hint = " Give its weights with --weights." if self.weights is None else ""
-            raise MismatchError(f"{error} The file is {self.path}, the model {self.model}.{hint}") from error
-        return Loaded(loaded, described.classes)
+            sentence = f"{error} The file is {self.path}, the model {self.model}.{hint}"
+            raise MismatchError(sentence, arguments=error.arguments) from error
+        return Loaded(posterior, classes)
+
+
+def posterior_requests(
+    paths: Sequence[Path], models: Sequence[str], weights: Sequence[Path]
+) -> tuple[PosteriorRequest, ...]:
+    """Files with their models and weights, by the order in which they were typed."""
+    count = len(paths)
+    if len(models) not in (1, count) or len(weights) not in (0, count):
+        raise ArgumentError(
+            f"There are {count} posteriors, {len(models)} models and {len(weights)} weights; expected one --model for "
+            "all or for each, and --weights for each or for none."
+        )
+    each_model = [models[0]] * count if len(models) == 1 else models
+    each_weights: Sequence[Path | None] = weights or [None] * count
+    return tuple(PosteriorRequest(*parts) for parts in zip(paths, each_model, each_weights, strict=True))
+
+
+def opened(
+    here: Session, request: PosteriorRequest, data: DataRequest, splits: Sequence[str], output: Path, force: bool
+) -> tuple[Loaded, Source]:
+    """The posterior and the data, once it is certain that the result can be written."""
+
+    def step() -> tuple[Loaded, Source]:
+        if here.team.leads:
+            require_new(output, force)
+        loaded = request.load(here.device)
+        return loaded, data.open(splits, loaded.classes)
+
+    return here.together(step)
+
+
+# ------------------------------------------------------------------------------------------------------- the prior
 
 
 def prior_of(text: str, weight_decay: float | None, information: errbar.Information, progress: bool) -> errbar.Prior:
@@ -72,8 +114,25 @@ def _precision(text: str) -> Any:
         ) from None
 
 
-def described(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dict[str, Any]:
-    """What there is to say about a posterior."""
+# --------------------------------------------------------------------------------------------- saving and comparing
+
+
+def save(
+    here: Session,
+    posterior: errbar.Posterior,
+    output: Path,
+    classes: tuple[str, ...] | None,
+    facts: dict[str, Any],
+    *,
+    factors: bool = False,
+) -> None:
+    """Write a posterior, and say what it is."""
+    here.leading(lambda: posterior.save(output, factors=factors, classes=classes))
+    if here.team.leads:
+        here.answer({"output": output, **_facts(posterior, classes), **facts, "bytes": output.stat().st_size})
+
+
+def _facts(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dict[str, Any]:
     information = posterior.information
     precision = posterior.prior.precision
     return {
@@ -86,4 +145,17 @@ def described(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dic
         "temperature": posterior.temperature,
         "covariance_scale": posterior.covariance_scale,
         "classes": information.n_classes if classes is None else list(classes),
+    }
+
+
+def variance_change(before: errbar.Posterior, after: errbar.Posterior, inputs: Sequence[Batch]) -> dict[str, float]:
+    """The mean variance of the logits' contrasts of some inputs, before and after, and how it changed."""
+    first, second = (
+        float(torch.cat([posterior.unrounded_logits(batch).contrast_variance for batch in inputs]).mean())
+        for posterior in (before, after)
+    )
+    return {
+        "mean_variance_before": first,
+        "mean_variance_after": second,
+        "mean_variance_change": second / first - 1 if first else 0.0,
     }

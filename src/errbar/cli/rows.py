@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from errbar.cli.named import extra, told_with_place
+from errbar.cli.extras import extra
+from errbar.cli.user_code import description_with_place
 from errbar.errors import DataError, ErrbarError, FileError, LabelError
 
 Transform = Callable[[Any], Any]
@@ -70,9 +71,9 @@ class ArrayRows(Rows):
 
 def _rows(array: np.ndarray, indices: Sequence[int]) -> np.ndarray:
     """A copy of some rows; a slice where they follow each other, because that is one read of the disk."""
-    wanted = list(indices)
-    first, last = wanted[0], wanted[-1]
-    return np.array(array[first : last + 1] if wanted == list(range(first, last + 1)) else array[wanted])
+    numbers = list(indices)
+    first, last = numbers[0], numbers[-1]
+    return np.array(array[first : last + 1] if numbers == list(range(first, last + 1)) else array[numbers])
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
@@ -94,16 +95,16 @@ def _transformed(x: Tensor, transform: Transform | None) -> Tensor:
 def apply(transform: Transform, sample: Any) -> Tensor:
     """What the user's function makes of one sample."""
     try:
-        made = transform(sample)
+        tensor = transform(sample)
     except ErrbarError:
         raise
     except Exception as error:
         raise DataError(
-            f"The transform raised {told_with_place(error)}. Expected a function from one sample to a tensor."
+            f"The transform raised {description_with_place(error)}. Expected a function from one sample to a tensor."
         ) from error
-    if not isinstance(made, Tensor):
-        raise DataError(f"The transform returned a {type(made).__name__}; expected a tensor for each sample.")
-    return made
+    if not isinstance(tensor, Tensor):
+        raise DataError(f"The transform returned a {type(tensor).__name__}; expected a tensor for each sample.")
+    return tensor
 
 
 def stacked(samples: Sequence[Tensor]) -> Tensor:
@@ -149,11 +150,11 @@ def _array_names(
         for letter in "xX":
             if f"{letter}{ending}" in members:
                 return f"{letter}{ending}", next((n for n in (f"y{ending}", f"Y{ending}") if n in members), "")
-    found = ", ".join(sorted(members)[:8]) or "nothing"
+    names = ", ".join(sorted(members)[:8]) or "nothing"
     splits = sorted(name[2:] for name in members if name[:2] in ("x_", "X_"))
     advice = f" Say which, for example {path}:{splits[0]}." if splits else ""
     raise DataError(
-        f"{path} holds {found}; expected {' or '.join('x' + ending for ending in endings)}, and y likewise.{advice}"
+        f"{path} holds {names}; expected {' or '.join('x' + ending for ending in endings)}, and y likewise.{advice}"
     )
 
 
@@ -258,8 +259,8 @@ class ParquetRows(Rows):
 
     def _group(self, group: int) -> tuple[int, np.ndarray, np.ndarray | None, list[Any] | None]:
         if self.held is None or self.held[0] != group:
-            wanted = [*self.features, *(name for name in (self.label, self.names) if name)]
-            table = self.file.read_row_group(group, columns=wanted)
+            names = [*self.features, *(name for name in (self.label, self.names) if name)]
+            table = self.file.read_row_group(group, columns=names)
             columns = [self._array(table, name) for name in self.features]
             x = columns[0] if self.features == ["x"] else np.stack([c.astype(np.float64) for c in columns], 1)
             y = None

@@ -13,9 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 from rich import box
@@ -27,6 +27,9 @@ from torch import Tensor
 from errbar._distributed.team import Team, job_of_torchrun, team_of
 from errbar.cli.models import device_of
 from errbar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from errbar import FileDescription
 
 Result = TypeVar("Result")
 
@@ -88,12 +91,12 @@ def session(
                 f"errbar {command} was started {team.size} times by torchrun; expected one process. fit, calibrate, "
                 "update and forget share their work, this does not."
             )
-        made = Session(command, as_json, progress and not as_json, where, team, out)
+        here = Session(command, as_json, progress and not as_json, where, team, out)
         # Warnings of the library are for the user, deprecations in what it depends on are not.
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_, **__: made.notice(str(message))
-        yield made
+        warnings.showwarning = lambda message, *_, **__: here.notice(str(message))
+        yield here
 
 
 def plain(value: Any) -> Any:
@@ -111,24 +114,34 @@ def plain(value: Any) -> Any:
 
 def facts_table(facts: Mapping[str, Any]) -> Table:
     """One line for each fact that there is."""
-    made = Table(show_header=False, box=None, pad_edge=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
+    lines = Table(show_header=False, box=None, pad_edge=False)
+    lines.add_column(style="bold", no_wrap=True)
+    lines.add_column(overflow="fold")
     for name, value in facts.items():
         if value is not None:
-            made.add_row(name.replace("_", " "), shown(value))
-    return made
+            lines.add_row(name.replace("_", " "), shown(value))
+    return lines
+
+
+def file_lines(description: FileDescription) -> str:
+    """One line for each thing that a file says about itself."""
+    lines = []
+    for name, value in asdict(description).items():
+        text: Any = ", ".join(value) if name == "parameters" or isinstance(value, tuple) else value
+        if value is not None:
+            lines.append(f"{name.replace('_', ' '):<17} {text}")
+    return "\n".join(lines)
 
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """Numbers under headings, the first column in words."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    made.show_edge, made.padding = False, (0, 1, 0, 0)
+    lines = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    lines.show_edge, lines.padding = False, (0, 1, 0, 0)
     for position, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if position else "left", overflow="fold", no_wrap=not position)
+        lines.add_column(heading, justify="right" if position else "left", overflow="fold", no_wrap=not position)
     for row in rows:
-        made.add_row(*(shown(cell) for cell in row))
-    return made
+        lines.add_row(*(shown(cell) for cell in row))
+    return lines
 
 
 def shown(value: Any) -> str:

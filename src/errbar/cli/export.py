@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from errbar._export.chain import named_inputs
-from errbar._export.write import OUTPUTS, checked_path
-from errbar._model.batch import Batch
 from errbar.cli import options
-from errbar.cli.choices import DrawsChoice, OutputChoice
-from errbar.cli.posteriors import PosteriorRequest
-from errbar.cli.predicting import thresholds_of
-from errbar.cli.session import session
-from errbar.cli.source import NEW, DataRequest, first_inputs
-from errbar.cli.writers import require_new
 from errbar.errors import DataError
+
+if TYPE_CHECKING:
+    from errbar._model.batch import Batch
 
 # Inputs on which the file is compared with what errbar predicts, before it is written.
 _EXAMPLE = 16
@@ -30,10 +24,10 @@ def export(
     weights: options.Weights = None,
     risk: options.Risk = None,
     only: Annotated[
-        list[OutputChoice] | None,
+        list[options.OutputName] | None,
         typer.Option("--only", help="This output, not all of them. Can be repeated."),
     ] = None,
-    draws: Annotated[DrawsChoice, typer.Option("--draws", help="How the draws are made.")] = DrawsChoice.RANDOM,
+    draws: Annotated[options.DrawsName, typer.Option("--draws", help="How the draws are made.")] = "random",
     samples: options.Samples = 1000,
     seed: options.Seed = 0,
     transform: options.Transform = None,
@@ -42,6 +36,13 @@ def export(
     as_json: options.Json = False,
 ) -> None:
     """One graph from input to PMF, error bars and risk, as ONNX or .pt2; the first inputs of the data check it."""
+    from errbar._export.write import OUTPUTS, checked_path
+    from errbar.cli.inputs import NEW, DataRequest, first_inputs
+    from errbar.cli.output import require_new
+    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.predictions import thresholds_of
+    from errbar.cli.session import session
+
     with session("export", as_json=as_json) as here:
         require_new(output, force)
         checked_path(output)
@@ -51,9 +52,9 @@ def export(
         example = next(iter(first_inputs(source.loader(), _EXAMPLE)), None)
         if example is None:
             raise DataError(f"The data {data} are empty: expected at least one batch.")
-        names = None if only is None else [choice.value.replace("-", "_") for choice in only]
+        names = None if only is None else [options.argument_of(choice) for choice in only]
         loaded.posterior.export(
-            output, example=example, samples=samples, seed=seed, risk=thresholds, draws=draws.value, outputs=names
+            output, example=example, samples=samples, seed=seed, risk=thresholds, draws=draws, outputs=names
         )
         here.answer(
             {
@@ -72,6 +73,8 @@ def export(
 
 def _inputs(batch: Batch) -> dict[str, str]:
     """Names, types and shapes of what the graph takes; the batch size is free."""
+    from errbar._export.chain import named_inputs
+
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} ({', '.join(('batch', *map(str, value.shape[1:])))})"
         for name, value in named_inputs(batch).items()

@@ -6,26 +6,19 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
 
 import errbar
-from errbar import report as pages
-from errbar._base.progress import track
-from errbar._model.batch import batches, count_batches
 from errbar.cli import options
-from errbar.cli.posteriors import Loaded, PosteriorRequest
-from errbar.cli.session import Session, session, table
-from errbar.cli.source import NEW, DataRequest, Source, first_inputs
-from errbar.cli.writers import require_new
 from errbar.errors import ArgumentError
-from errbar.report.observing import observe
-from errbar.report.pictures import picture_of, picture_shape
-from errbar.report.scoring import variants
-from errbar.report.values import Estimate, Facts, Variant
-from errbar.report.verdict import headline
+
+if TYPE_CHECKING:
+    from errbar.cli.inputs import Source
+    from errbar.cli.posteriors import Loaded
+    from errbar.cli.session import Session
+    from errbar.report.values import Estimate, Facts, Variant
 
 
 def evaluate(
@@ -56,6 +49,14 @@ def evaluate(
     progress: options.Progress = True,
 ) -> None:
     """Accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
+    from errbar import report as pages
+    from errbar.cli.inputs import NEW, DataRequest
+    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.predictions import tracked_batches
+    from errbar.cli.session import session
+    from errbar.report.observing import observe
+    from errbar.report.scoring import variants
+
     with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
         pictures = _required(report, outliers, shape, force)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
@@ -65,10 +66,9 @@ def evaluate(
             second = DataRequest(outliers, batch_size, transform, image_size).open(NEW, None, labelled=False)
         _try(loaded, [source, *([second] if second is not None else [])], pictures)
         if report is None:
-            loader = source.loader()
-            stream = track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
-            made = variants(observe(loaded.posterior, stream, samples, seed), bins, seed)
-            inputs = sum(bin_.count for bin_ in made[0].diagram)
+            observations = observe(loaded.posterior, tracked_batches(source, here), samples, seed)
+            scores = variants(observations, bins, seed)
+            inputs = sum(bin_.count for bin_ in scores[0].diagram)
         else:
             page = pages.assess(
                 loaded.posterior,
@@ -86,12 +86,15 @@ def evaluate(
                 progress=here.progress,
             )
             pages.write(page, report)
-            made, inputs = page.variants, page.inputs
-        _answer(here, loaded, made, inputs, bins, report)
+            scores, inputs = page.variants, page.inputs
+        _answer(here, loaded, scores, inputs, bins, report)
 
 
 def _required(report: Path | None, outliers: str | None, shape: str | None, force: bool) -> tuple[int, int, int] | None:
     """Refuse a report that could not be written before anything is computed; the shape of its pictures, if given."""
+    from errbar.cli.output import require_new
+    from errbar.report.pictures import picture_shape
+
     if report is None:
         for option, value in (("--outliers", outliers), ("--picture-shape", shape)):
             if value is not None:
@@ -105,6 +108,9 @@ def _required(report: Path | None, outliers: str | None, shape: str | None, forc
 
 def _try(loaded: Loaded, sources: Sequence[Source], shape: tuple[int, int, int] | None) -> None:
     """Two inputs of each set: what is wrong with the second set, or with pictures, is not to cost a whole pass."""
+    from errbar.cli.inputs import first_inputs
+    from errbar.report.pictures import picture_of
+
     for source in sources:
         for batch in first_inputs(source.loader(), 2):
             loaded.posterior.logits(batch)
@@ -115,6 +121,8 @@ def _command(
     context: typer.Context, posterior: Path, model: str, weights: Path | None, data: str, outliers: str | None
 ) -> Facts:
     """What was typed, when, and which files it named."""
+    from errbar.report.values import Facts
+
     typed = context.obj if isinstance(context.obj, tuple) else ("evaluate",)
     rows = [
         ("command", shlex.join(("errbar", *typed))),
@@ -128,16 +136,21 @@ def _command(
 
 
 def _answer(
-    here: Session, loaded: Loaded, made: tuple[Variant, ...], inputs: int, bins: int, report: Path | None
+    here: Session, loaded: Loaded, scores: tuple[Variant, ...], inputs: int, bins: int, report: Path | None
 ) -> None:
-    said = headline(made[0], made[-1])
+    from rich.console import Group, RenderableType
+
+    from errbar.cli.session import table
+    from errbar.report.verdict import headline
+
+    verdict = headline(scores[0], scores[-1])
     facts: dict[str, Any] = {
         "inputs": inputs,
         "temperature": loaded.posterior.temperature,
         "covariance_scale": loaded.posterior.covariance_scale,
         "bins": bins,
-        "scores": {variant.key: _scores(variant) for variant in made},
-        "verdict": said,
+        "scores": {variant.key: _scores(variant) for variant in scores},
+        "verdict": verdict,
     }
     if report is not None:
         facts |= {"report": report, "bytes": report.stat().st_size}
@@ -149,9 +162,9 @@ def _answer(
             f"{variant.ece.low:.3f}–{variant.ece.high:.3f}",
             variant.aurc,
         )
-        for variant in made
+        for variant in scores
     ]
-    parts: list[RenderableType] = [table(f"{inputs:,} inputs", headings, rows), said]
+    parts: list[RenderableType] = [table(f"{inputs:,} inputs", headings, rows), verdict]
     if report is not None:
         parts.append(f"The page: {report}")
     here.answer(facts, Group(*parts))

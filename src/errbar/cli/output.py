@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from errbar._base.atomic import replacing, require_writable_folder
-from errbar.cli.named import extra
+from errbar.cli.extras import extra
 from errbar.errors import ArgumentError, FileError
 
 Columns = Mapping[str, Tensor | Sequence[Any]]
@@ -187,8 +187,8 @@ class _Npz:
 def _member(archive: zipfile.ZipFile, name: str, kind: np.dtype[Any], shape: tuple[int, ...]) -> Iterator[IO[bytes]]:
     # ZipInfo without a time: the same results are the same bytes.
     with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-        described = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(member, described)
+        header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(member, header)
         yield member
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from errbar._model.batch import Batch, batches, to_batch
 from errbar.cli.images import ImageRows, image_size
-from errbar.cli.named import called, named
 from errbar.cli.rows import ArrayRows, ParquetRows, Rows, Transform, label_numbers, read_arrays
+from errbar.cli.user_code import called, named
 from errbar.errors import ArgumentError, FileError
 
 # Which arrays of an .npz without x are meant, by what the command does with them.
@@ -37,10 +37,10 @@ class Source:
         """A DataLoader over rows or over a data set of the user's; other things of the user's as they are."""
         data = self.rows
         if data is None:
-            made = called(named(self.where, "data"), self.where, "data")
-            if not isinstance(made, Dataset):
-                return made
-            data = made  # type: ignore[assignment]
+            value = called(named(self.where, "data"), self.where, "data")
+            if not isinstance(value, Dataset):
+                return value
+            data = value  # type: ignore[assignment]
         # A generator of its own, so that reading takes nothing from the global random numbers.
         generator = torch.Generator().manual_seed(0)
         collate = _as_it_is if self.rows is not None else None
@@ -100,20 +100,20 @@ class DataRequest:
             raise ArgumentError(f"The transform {self.transform!r} is no callable; expected a function of one sample.")
         size = None if self.image_size is None else image_size(self.image_size)
         path, split = _file_and_split(self.where)
-        known = None if classes is None else tuple(classes)
+        names = None if classes is None else tuple(classes)
         if path is None:
             self._require_callable()
-            return Source(self.where, None, self.batch_size, known)
+            return Source(self.where, None, self.batch_size, names)
         if path.is_dir():
             images = ImageRows(path, classes, transform, size, labelled=labelled)
             return Source(self.where, images, self.batch_size, images.classes)
         if size is not None:
             raise ArgumentError(f"The data {path} are no folder of pictures; expected --image-size for these alone.")
         if path.suffix.lower() == ".parquet":
-            return Source(self.where, ParquetRows(path, classes, transform, labelled=labelled), self.batch_size, known)
+            return Source(self.where, ParquetRows(path, classes, transform, labelled=labelled), self.batch_size, names)
         x, y = read_arrays(path, split, splits)
         labels = label_numbers(y, classes, path) if y is not None and labelled else None
-        return Source(self.where, ArrayRows(x, labels, transform), self.batch_size, known)
+        return Source(self.where, ArrayRows(x, labels, transform), self.batch_size, names)
 
     def _require_callable(self) -> None:
         if self.transform is not None or self.image_size is not None:
@@ -121,9 +121,9 @@ class DataRequest:
                 f"The data {self.where!r} are made by a callable; expected no --transform and no --image-size for "
                 "these. Let the callable do it."
             )
-        found = named(self.where, "data")
-        if not callable(found):
-            raise ArgumentError(f"The data {self.where!r} are a {type(found).__name__}; expected a callable.")
+        value = named(self.where, "data")
+        if not callable(value):
+            raise ArgumentError(f"The data {self.where!r} are a {type(value).__name__}; expected a callable.")
 
 
 def _file_and_split(where: str) -> tuple[Path | None, str | None]:
@@ -143,14 +143,14 @@ def _file_and_split(where: str) -> tuple[Path | None, str | None]:
 
 def first_inputs(loader: Any, count: int) -> list[Batch]:
     """Batches from the beginning with `count` inputs in all, or as many as there are."""
-    held: list[Batch] = []
-    found = 0
+    first: list[Batch] = []
+    total = 0
     for batch in batches(loader, quiet=True):
-        held.append(batch.rows(0, count - found))
-        found += len(held[-1])
-        if found >= count:
+        first.append(batch.rows(0, count - total))
+        total += len(first[-1])
+        if total >= count:
             break
-    return held
+    return first
 
 
 def class_names(text: str | None) -> tuple[str, ...] | None:

@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from errbar.cli import options
-from errbar.cli.named import extra
-from errbar.cli.posteriors import PosteriorRequest
-from errbar.cli.session import Session, session
-from errbar.cli.source import TRAINING, DataRequest
 from errbar.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
+    from errbar.cli.session import Session
     from errbar.serve.service import Served, Service
 
 
@@ -28,15 +25,8 @@ def serve(
         list[Path] | None,
         typer.Argument(metavar="[POSTERIOR]...", help="Files to serve; without any, the demo's digits."),
     ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", metavar="PACKAGE.MODULE:CALLABLE", help="Its model; one for each posterior, or one for all."
-        ),
-    ] = None,
-    weights: Annotated[
-        list[Path] | None, typer.Option("--weights", metavar="FILE", help="Its weights; one for each posterior.")
-    ] = None,
+    model: options.Models = None,
+    weights: options.WeightsFiles = None,
     host: Annotated[str, typer.Option("--host", help="Where to listen; other machines reach 0.0.0.0.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
     token_file: Annotated[
@@ -66,9 +56,12 @@ def serve(
     progress: options.Progress = True,
 ) -> None:
     """An HTTP service that answers with error bars, and a page to see and touch them. Ctrl-C stops it."""
+    from errbar.cli.extras import extra
+
     for module, package in (("fastapi", "FastAPI"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):
         extra(module, "Serving", package, "serve")
     extra("PIL.Image", "Serving", "Pillow", "serve")
+    from errbar.cli.session import session
     from errbar.serve.app import application
     from errbar.serve.limits import Limits
     from errbar.serve.server import Address, server_for, url_of
@@ -94,23 +87,23 @@ def serve(
             service = (
                 _files(here, posterior, model or [], weights or [], input_shape, reference)
                 if posterior
-                else (_digits(here))
+                else _digits(here)
             )
             if not address.is_loopback and token is None:
                 here.notice(f"Whoever reaches {host} can ask; a token (--token-file) keeps others out.")
-            logged = Log(enabled=log)
-            app = application(service, limits, token=token, hosts=address.hosts, log=logged)
+            request_log = Log(enabled=log)
+            app = application(service, limits, token=token, hosts=address.hosts, log=request_log)
             url = url_of(bound)
             name = service.first.name
 
             def ready() -> None:
-                told = f"errbar serves {name} at {url} – open it in a browser; Ctrl-C stops it."
-                here.answer({"url": url, "posteriors": [member.name for member in service.members]}, told)
+                sentence = f"errbar serves {name} at {url} – open it in a browser; Ctrl-C stops it."
+                here.answer({"url": url, "posteriors": [member.name for member in service.members]}, sentence)
                 sys.stdout.flush()
 
             # uvicorn has finished its requests by the time it passes Ctrl-C on.
             with contextlib.suppress(KeyboardInterrupt):
-                server_for(app, limits, logged, ready).run(sockets=[bound])
+                server_for(app, limits, request_log, ready).run(sockets=[bound])
         finally:
             bound.close()
 
@@ -136,8 +129,8 @@ def _token(file: Path | None) -> str | None:
     return token
 
 
-def _require_nothing(**given: object) -> None:
-    for name, value in given.items():
+def _require_nothing(**options_: object) -> None:
+    for name, value in options_.items():
         if value:
             raise ArgumentError(f"There is --{name.replace('_', '-')} and no POSTERIOR; expected a file of errbar fit.")
 
@@ -157,26 +150,23 @@ def _files(
     shape: str | None,
     reference: str | None,
 ) -> Service:
+    from errbar.cli.inputs import TRAINING, DataRequest
+    from errbar.cli.posteriors import posterior_requests
     from errbar.serve.service import Service, served
 
-    count = len(posteriors)
-    if len(models) not in (1, count) or len(weights) not in (0, count):
-        raise ArgumentError(
-            f"There are {count} posteriors, {len(models)} models and {len(weights)} weights; expected one --model for "
-            "all or for each, and --weights for each or for none."
-        )
+    requests = posterior_requests(posteriors, models, weights)
     size = None if shape is None else _shape(shape)
     members: list[Served] = []
-    for place, path in enumerate(posteriors):
-        model = models[0] if len(models) == 1 else models[place]
-        loaded = PosteriorRequest(path, model, weights[place] if weights else None).load(here.device)
+    for number, request in enumerate(requests, start=1):
+        loaded = request.load(here.device)
         data = None
         if reference is not None:
             data = DataRequest(reference, 256).open(TRAINING, loaded.classes, labelled=True).loader()
+        path = request.path
         about = f"{path.name}, a posterior of {loaded.posterior.information.n_samples:g} training inputs."
-        name = path.stem if all(path.stem != other.name for other in members) else f"{path.stem}-{place + 1}"
-        made = served(name, loaded.posterior, classes=loaded.classes, shape=size, reference=data, about=about)
-        members.append(made)
+        name = path.stem if all(path.stem != member.name for member in members) else f"{path.stem}-{number}"
+        member = served(name, loaded.posterior, classes=loaded.classes, shape=size, reference=data, about=about)
+        members.append(member)
     return Service(tuple(members))
 
 

@@ -1,0 +1,112 @@
+"""`errbar fit`: from a model and its training data to a posterior."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import errbar
+from errbar.cli import options
+from errbar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from errbar.cli.inputs import Source
+
+
+def fit(
+    model: options.ModelArgument,
+    data: options.DataArgument,
+    output: options.Output,
+    weights: options.Weights = None,
+    last_layers: Annotated[
+        int | None, typer.Option("--last-layers", min=1, help="The parameters of this many layers that run last.")
+    ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameters", metavar="NAME", help="A module or parameter; all; trainable. Can be repeated."),
+    ] = None,
+    prior: options.PriorText = options.DEFAULT_PRIOR,
+    weight_decay: Annotated[
+        float | None, typer.Option("--weight-decay", help="Of the training: a prior of this times the samples.")
+    ] = None,
+    fisher: options.Fisher = "ggn",
+    structure: Annotated[
+        options.StructureName,
+        typer.Option("--structure", help="Of the covariance; auto is the most exact that fits."),
+    ] = "auto",
+    rank: options.Rank = 100,
+    precision: options.Precision = "model",
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", metavar="FILE", help="Continue here after an interruption.")
+    ] = None,
+    every: Annotated[int, typer.Option("--every", min=1, help="Batches between two checkpoints.")] = 100,
+    factors: options.Factors = False,
+    class_names_: options.ClassNames = None,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 256,
+    device: options.Device = "auto",
+    force: options.Force = False,
+    as_json: options.Json = False,
+    progress: options.Progress = True,
+) -> None:
+    """From a trained model and its training data to a posterior. Labels are not needed."""
+    from errbar.cli.inputs import TRAINING, DataRequest, class_names
+    from errbar.cli.models import model_of
+    from errbar.cli.output import require_new
+    from errbar.cli.posteriors import prior_of, require_prior, save
+    from errbar.cli.session import session
+
+    with session("fit", as_json=as_json, progress=progress, device=device, ranks=True) as here:
+
+        def prepared() -> tuple[nn.Module, Source]:
+            if (last_layers is None) == (parameters is None):
+                raise ArgumentError("Expected either --last-layers, for example 2, or --parameters, for example all.")
+            require_prior(prior, weight_decay)
+            if here.team.leads:
+                require_new(output, force)
+            source = DataRequest(data, batch_size, transform, image_size).open(TRAINING, class_names(class_names_))
+            network = model_of(model, weights, here.device)
+            _require_class_names(network, source)
+            return network, source
+
+        network, source = here.together(prepared)
+        # One name alone may be "all" or "trainable".
+        names = parameters[0] if parameters is not None and len(parameters) == 1 else parameters
+        information = errbar.collect(
+            network,
+            here.together(source.loader),
+            last_layers=last_layers,
+            parameters=names,
+            fisher=fisher,
+            structure=structure,
+            rank=rank,
+            precision=options.precision_of(precision),
+            checkpoint=checkpoint,
+            every=every,
+            progress=here.progress,
+        )
+        prior_value = prior_of(prior, weight_decay, information, here.progress and here.team.leads)
+        posterior = errbar.condition(information, prior_value)
+        evidence = None if information.log_likelihood is None else posterior.log_evidence()
+        save(here, posterior, output, source.classes, {"log_evidence": evidence}, factors=factors)
+
+
+def _require_class_names(model: nn.Module, source: Source) -> None:
+    """Refuse names that are not as many as the outputs of the model, before all data are read."""
+    from errbar._base.checks import Checks
+    from errbar._files.task import checked_classes
+    from errbar._model.network import Network
+    from errbar.cli.inputs import first_inputs
+
+    batch = next(iter(first_inputs(source.loader(), 1)), None) if source.classes is not None else None
+    if batch is not None:
+        network = Network(model)
+        checks = Checks(network.device)
+        outputs = network.logits(network.prepare(batch, checks)).shape[1]
+        checks.finish()
+        checked_classes(source.classes, outputs)

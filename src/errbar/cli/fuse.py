@@ -1,0 +1,97 @@
+"""`errbar fuse`: several classifiers of the same inputs, or several frames of each object."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import errbar
+from errbar.cli import options
+from errbar.errors import ArgumentError, DataError, MismatchError
+
+if TYPE_CHECKING:
+    from errbar._model.batch import Batch
+    from errbar.cli.posteriors import Loaded
+
+
+def fuse(
+    data: options.DataArgument,
+    output: options.Results,
+    posterior: Annotated[
+        list[Path], typer.Option("--posterior", "-p", metavar="FILE", help="A classifier; repeat it for each.")
+    ],
+    model: options.Models,
+    weights: options.WeightsFiles = None,
+    frames: Annotated[
+        int | None, typer.Option("--frames", min=1, help="One classifier: so many inputs in a row are one object.")
+    ] = None,
+    risk: options.Risk = None,
+    covariance: options.Covariance = False,
+    samples: options.Samples = 1000,
+    seed: options.Seed = 0,
+    transform: options.Transform = None,
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 256,
+    device: options.Device = "auto",
+    force: options.Force = False,
+    as_json: options.Json = False,
+    progress: options.Progress = True,
+) -> None:
+    """Several classifiers of the same inputs, or with --frames several frames of each object, as one PMF."""
+    from errbar.cli.inputs import NEW, DataRequest, Source
+    from errbar.cli.output import require_format, require_new
+    from errbar.cli.posteriors import posterior_requests
+    from errbar.cli.predictions import PredictionColumns, thresholds_of, tracked_batches, write_predictions
+    from errbar.cli.session import session
+
+    with session("fuse", as_json=as_json, progress=progress, device=device) as here:
+        require_new(output, force)
+        require_format(output)
+        thresholds = thresholds_of(risk)
+        _require_count(len(posterior), frames)
+        loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
+        classes = _same_classes(loaded, posterior)
+        data_request = DataRequest(data, frames or batch_size, transform, image_size)
+        source = data_request.open(NEW, classes, labelled=False)
+
+        def predictions() -> Generator[errbar.Prediction, None, None]:
+            for batch in tracked_batches(source, here):
+                if frames is None:
+                    fused = errbar.fuse([member.posterior.logits(batch) for member in loaded])
+                else:
+                    _require_frames(batch, frames)
+                    fused = errbar.fuse_frames(loaded[0].posterior.joint_logits(batch))
+                yield fused.predict(samples, seed)
+
+        # An object of several frames has a number of its own; inputs keep their names.
+        objects = source if frames is None else Source(source.where, None, frames)
+        columns = PredictionColumns(classes, thresholds, covariance)
+        write_predictions(here, output, predictions(), objects, columns)
+
+
+def _require_count(posteriors: int, frames: int | None) -> None:
+    if frames is None and posteriors < 2:
+        raise ArgumentError("There is one --posterior; expected two or more to fuse, or --frames for one classifier.")
+    if frames is not None and posteriors != 1:
+        raise ArgumentError(f"There are {posteriors} posteriors; expected one --posterior with --frames.")
+
+
+def _same_classes(loaded: Sequence[Loaded], paths: Sequence[Path]) -> tuple[str, ...] | None:
+    names = {member.classes: path for member, path in zip(loaded, paths, strict=True) if member.classes is not None}
+    if len(names) > 1:
+        first, second = list(names.values())[:2]
+        raise MismatchError(
+            f"{first} and {second} name other classes, or in another order; expected the same classes to fuse."
+        )
+    return next(iter(names), None)
+
+
+def _require_frames(batch: Batch, frames: int) -> None:
+    if len(batch) != frames:
+        raise DataError(
+            f"An object has {len(batch)} frames and not {frames}; expected a multiple of {frames} inputs, and batches "
+            "of one object from a callable."
+        )

@@ -1,0 +1,101 @@
+"""Predictions of any number of inputs, written as they come, with the columns that were asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import errbar
+from errbar._base.progress import track
+from errbar._model.batch import Batch, batches, count_batches
+from errbar.cli.inputs import Source
+from errbar.cli.output import Columns, writing
+from errbar.cli.session import Session
+from errbar.errors import ArgumentError, DataError
+
+
+@dataclass(frozen=True, eq=False)
+class PredictionColumns:
+    """Which columns to write: risk by threshold, and the covariance or not."""
+
+    classes: tuple[str, ...] | None
+    thresholds: dict[str, float | Tensor]
+    covariance: bool
+
+    def of(self, prediction: errbar.Prediction, names: Sequence[int | str]) -> Columns:
+        """The columns of one batch, whose inputs have these names."""
+        columns: dict[str, Tensor | Sequence[Any]] = {"input": names, "label": prediction.label}
+        if self.classes is not None:
+            columns["class"] = [self.classes[label] for label in prediction.label.tolist()]
+        columns |= {
+            "confidence": prediction.confidence,
+            "entropy": prediction.entropy,
+            "mutual_information": prediction.mutual_information,
+            "pmf": prediction.pmf,
+            "std": prediction.std,
+        }
+        columns |= {name: prediction.risk(threshold) for name, threshold in self.thresholds.items()}
+        if self.covariance:
+            columns["covariance"] = prediction.covariance
+        return columns
+
+
+def write_predictions(
+    here: Session,
+    output: Path,
+    predictions: Generator[errbar.Prediction, None, None],
+    source: Source,
+    columns: PredictionColumns,
+) -> None:
+    """Write what comes, and say how much it was."""
+    count, confidence, information = 0, 0.0, 0.0
+    # Closed here, so that a mistake ends the progress line before it is told.
+    with closing(predictions), writing(output, columns.classes) as writer:
+        for prediction in predictions:
+            writer.add(columns.of(prediction, source.names(count, len(prediction))))
+            count += len(prediction)
+            confidence += float(prediction.confidence.sum())
+            information += float(prediction.mutual_information.sum())
+        if not count:
+            raise DataError(f"The data {source.where} are empty: expected at least one batch.")
+    here.answer(
+        {
+            "output": output,
+            "inputs": count,
+            "mean_confidence": confidence / count,
+            "mean_mutual_information": information / count,
+            "bytes": output.stat().st_size,
+        }
+    )
+
+
+def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:
+    """The batches of the data, with a progress line."""
+    loader = source.loader()
+    return track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
+
+
+def thresholds_of(risk: Sequence[str] | None) -> dict[str, float | Tensor]:
+    """Columns of risk by their name: risk_0.05 for one threshold, risk_by_class for one for each class."""
+    thresholds: dict[str, float | Tensor] = {}
+    for text in risk or []:
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = [math.nan]
+        if not all(0 <= number <= 1 for number in numbers):
+            raise ArgumentError(
+                f"The risk threshold is {text!r}; expected a probability, or one for each class with commas."
+            )
+        name = f"risk_{text.strip()}" if len(numbers) == 1 else "risk_by_class"
+        if name in thresholds:
+            raise ArgumentError(f"There are two thresholds for {name}; expected each once.")
+        thresholds[name] = numbers[0] if len(numbers) == 1 else torch.tensor(numbers, dtype=torch.float64)
+    return thresholds
