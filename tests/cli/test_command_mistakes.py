@@ -255,6 +255,17 @@ def test_the_shell_completes_commands() -> None:
     assert result.stdout.split() == ["calibrate"]
 
 
+def test_a_fit_loads_no_report_and_no_plots(files: Workspace, tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom errbar.cli.main import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as left: assert not left.code\n"
+        "print([name for name in sys.modules if name.startswith(('errbar.report', 'errbar.plots', 'errbar.serve'))])"
+    )
+    command = [sys.executable, "-c", script, *FIT, "-o", str(tmp_path / "p.safetensors")]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
 LEFT_THREADS = """
 import os, torch, errbar
 from errbar._distributed.team import job_of_torchrun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -65,6 +66,15 @@ def test_every_error_is_an_errbar_error_with_a_docstring() -> None:
     for error in raised:
         assert issubclass(error, errbar.ErrbarError)
         assert inspect.getdoc(error)
+
+
+def test_errors_carry_the_arguments_that_they_write_out_also_to_other_processes() -> None:
+    for name in [name for name in vars(errbar) if name.endswith("Error")]:
+        error = getattr(errbar, name)("Use precision='float64'.", arguments={"precision": "float64"})
+        copied = pickle.loads(pickle.dumps(error))
+        assert type(copied) is type(error)
+        assert (str(copied), copied.arguments) == ("Use precision='float64'.", {"precision": "float64"})
+        assert getattr(errbar, name)("Something else.").arguments == {}
 
 
 @pytest.mark.parametrize(
