@@ -29,7 +29,7 @@ def calibrate(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Temperature and covariance scale from held-out data with labels."""
+    """Fit the temperature and the covariance scale to held-out data with labels."""
     from errbar.cli.inputs import HELD_OUT, DataRequest
     from errbar.cli.posteriors import PosteriorRequest, opened, save
     from errbar.cli.session import session

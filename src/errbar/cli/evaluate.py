@@ -37,7 +37,7 @@ def evaluate(
         str | None,
         typer.Option("--picture-shape", metavar="SHAPE", help="For the report: inputs are pictures of 8x8 or 3x32x32."),
     ] = None,
-    bins: Annotated[int, typer.Option("--bins", min=1, help="Of the expected calibration error.")] = 10,
+    bins: Annotated[int, typer.Option("--bins", min=1, help="Bins of the expected calibration error.")] = 10,
     samples: options.Samples = 1000,
     seed: options.Seed = 0,
     transform: options.Transform = None,
@@ -48,7 +48,7 @@ def evaluate(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
+    """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.posteriors import PosteriorRequest

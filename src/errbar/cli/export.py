@@ -35,7 +35,7 @@ def export(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """One graph from input to PMF, error bars and risk, as ONNX or .pt2; the first inputs of the data check it."""
+    """Export one graph from input to PMF, error bars and risk, as .onnx or .pt2, checked on the first inputs."""
     from errbar._export.write import OUTPUTS, checked_path
     from errbar.cli.inputs import NEW, DataRequest, first_inputs
     from errbar.cli.output import require_new

@@ -31,17 +31,21 @@ def fit(
     ] = None,
     prior: options.PriorText = options.DEFAULT_PRIOR,
     weight_decay: Annotated[
-        float | None, typer.Option("--weight-decay", help="Of the training: a prior of this times the samples.")
+        float | None,
+        typer.Option("--weight-decay", help="Weight decay of the training; the prior is this times the samples."),
     ] = None,
     fisher: options.Fisher = "ggn",
     structure: Annotated[
         options.StructureName,
-        typer.Option("--structure", help="Of the covariance; auto is the most exact that fits."),
+        typer.Option("--structure", help="Structure of the covariance; auto takes the most exact that fits."),
     ] = "auto",
     rank: options.Rank = 100,
     precision: options.Precision = "model",
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", metavar="FILE", help="Continue here after an interruption.")
+        Path | None,
+        typer.Option(
+            "--checkpoint", metavar="FILE", help="Save progress here, and continue from it after an interruption."
+        ),
     ] = None,
     every: Annotated[int, typer.Option("--every", min=1, help="Batches between two checkpoints.")] = 100,
     factors: options.Factors = False,
@@ -54,7 +58,7 @@ def fit(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """From a trained model and its training data to a posterior. Labels are not needed."""
+    """Fit a posterior to a trained model and its training data. Labels are not needed."""
     from errbar.cli.inputs import TRAINING, DataRequest, class_names
     from errbar.cli.models import model_of
     from errbar.cli.output import require_new

@@ -18,7 +18,7 @@ def forget(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """The posterior without some of its data. This is not unlearning: the weights do not move."""
+    """Remove the information of some data from a posterior. This is not unlearning: the weights do not move."""
     from errbar.cli.inputs import TRAINING, DataRequest, first_inputs
     from errbar.cli.posteriors import COMPARED, PosteriorRequest, opened, save, variance_change
     from errbar.cli.session import session

@@ -26,7 +26,7 @@ def fuse(
     model: options.Models,
     weights: options.WeightsFiles = None,
     frames: Annotated[
-        int | None, typer.Option("--frames", min=1, help="One classifier: so many inputs in a row are one object.")
+        int | None, typer.Option("--frames", min=1, help="One classifier: this many inputs in a row are one object.")
     ] = None,
     risk: options.Risk = None,
     covariance: options.Covariance = False,
@@ -40,7 +40,7 @@ def fuse(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Several classifiers of the same inputs, or with --frames several frames of each object, as one PMF."""
+    """Fuse several classifiers of the same inputs, or with --frames several frames of each object, into one PMF."""
     from errbar.cli.inputs import NEW, DataRequest, Source
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import posterior_requests

@@ -97,7 +97,7 @@ class DataRequest:
         """Find the data. `classes` are names that are known already; `labelled` says whether labels are of interest."""
         transform: Transform | None = None if self.transform is None else named(self.transform, "transform")
         if transform is not None and not callable(transform):
-            raise ArgumentError(f"The transform {self.transform!r} is no callable; expected a function of one sample.")
+            raise ArgumentError(f"The transform {self.transform!r} is not callable; expected a function of one sample.")
         size = None if self.image_size is None else image_size(self.image_size)
         path, split = _file_and_split(self.where)
         names = None if classes is None else tuple(classes)
@@ -108,7 +108,9 @@ class DataRequest:
             images = ImageRows(path, classes, transform, size, labelled=labelled)
             return Source(self.where, images, self.batch_size, images.classes)
         if size is not None:
-            raise ArgumentError(f"The data {path} are no folder of pictures; expected --image-size for these alone.")
+            raise ArgumentError(
+                f"The data {path} are not a folder of pictures; expected --image-size for folders only."
+            )
         if path.suffix.lower() == ".parquet":
             return Source(self.where, ParquetRows(path, classes, transform, labelled=labelled), self.batch_size, names)
         x, y = read_arrays(path, split, splits)

@@ -26,7 +26,7 @@ def merge(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Add up the information of several files. With --model a posterior with --prior, else information without one."""
+    """Add up the information of several files: with --model to a posterior with --prior, else without a prior."""
     from errbar.cli.models import model_of
     from errbar.cli.output import require_new
     from errbar.cli.posteriors import prior_of, require_prior, save

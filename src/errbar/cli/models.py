@@ -90,7 +90,7 @@ def _content(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise FileError(
-            f"The weights {path} cannot be read: they are no file of torch, or hold more than tensors and plain "
+            f"The weights {path} cannot be read: this is not a file of torch, or it holds more than tensors and plain "
             "values, which could run code. Expected a state dict, as torch.save(model.state_dict(), path) writes it."
         ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
@@ -107,7 +107,7 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Tensor]:
             content = content[name]
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise FileError(
-            f"The weights {path} hold no state dict, but a {type(content).__name__}; expected a mapping of names to "
+            f"The weights {path} hold a {type(content).__name__} and not a state dict; expected a mapping of names to "
             "tensors, or one with a 'state_dict'."
         )
     return content

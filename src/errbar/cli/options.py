@@ -61,12 +61,12 @@ Results = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .jsonl, .csv, .parquet or .npz.")
 ]
 Graph = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .onnx or .pt2.")]
-Factors = Annotated[bool, typer.Option("--factors", help="Save the factorisation too: loads at once.")]
+Factors = Annotated[bool, typer.Option("--factors", help="Save the factorisation too, so that the file loads at once.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs in a batch of files and data sets.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs per batch, for files and data sets.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto is a GPU where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show how long it still takes.")]
+Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress and the time left.")]
 Transform = Annotated[
     str | None,
     typer.Option("--transform", metavar=_CALLABLE, help="From one sample (a picture, or a row) to its tensor."),
@@ -77,11 +77,13 @@ ImageSize = Annotated[
 ClassNames = Annotated[
     str | None, typer.Option("--class-names", metavar="NAMES", help="cat,dog,… or a file with one name on each line.")
 ]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Monte Carlo draws for each input.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Monte Carlo draws per input.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")]
 Fisher = Annotated[FisherName, typer.Option("--fisher", help="ggn, or eta for the paper's diagonal form.")]
-Rank = Annotated[int, typer.Option("--rank", min=1, help="Of the sketch, for lowrank.")]
-Precision = Annotated[PrecisionName, typer.Option("--precision", help="Of products: the model's, or float64.")]
+Rank = Annotated[int, typer.Option("--rank", min=1, help="Rank of the sketch, for lowrank.")]
+Precision = Annotated[
+    PrecisionName, typer.Option("--precision", help="Precision of products: the model's own, or float64.")
+]
 PriorText = Annotated[
     str,
     typer.Option(

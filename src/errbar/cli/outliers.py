@@ -43,7 +43,7 @@ def outliers(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """The data ranked by suspicion: unusual inputs, and labels that the model finds hard to believe."""
+    """Rank the data by suspicion: unusual inputs, and labels that the model finds hard to believe."""
     from errbar.cli.inputs import TRAINING, DataRequest, Recorded
     from errbar.cli.output import require_format, require_new, writing
     from errbar.cli.posteriors import PosteriorRequest

@@ -23,7 +23,7 @@ def plan(
     data: options.DataArgument,
     weights: options.Weights = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="BYTES", help="What a fit may take, for example 8GiB.")
+        str | None, typer.Option("--memory", metavar="BYTES", help="Memory that a fit may take, for example 8GiB.")
     ] = None,
     fisher: options.Fisher = "ggn",
     rank: options.Rank = 100,
@@ -35,7 +35,7 @@ def plan(
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """What each structure and number of layers would cost; the first batch of the data is the example."""
+    """Estimate what each structure and number of layers would cost; the first batch of the data is the example."""
     from errbar._model.batch import batches
     from errbar.cli.inputs import TRAINING, DataRequest
     from errbar.cli.models import model_of

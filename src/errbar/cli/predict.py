@@ -26,7 +26,7 @@ def predict(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """PMF, standard deviations, risk and mutual information of each input. Takes the memory of one batch."""
+    """Write PMF, standard deviations, risk and mutual information of each input. Takes the memory of one batch."""
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import PosteriorRequest

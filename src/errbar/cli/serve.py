@@ -34,16 +34,21 @@ def serve(
         typer.Option("--token-file", metavar="FILE", help="Holds the token that clients must send; or ERRBAR_TOKEN."),
     ] = None,
     input_shape: Annotated[
-        str | None, typer.Option("--input-shape", metavar="SHAPE", help="Of one input: 784, or 3x32x32 for pictures.")
+        str | None,
+        typer.Option("--input-shape", metavar="SHAPE", help="Shape of one input: 784, or 3x32x32 for pictures."),
     ] = None,
     reference: Annotated[
         str | None,
         typer.Option("--reference", metavar="DATA", help="Training data, to say how unusual an input is."),
     ] = None,
-    max_inputs: Annotated[int, typer.Option("--max-inputs", min=1, help="In one request.")] = 64,
-    max_body: Annotated[int, typer.Option("--max-body", min=1, help="MiB of one request.")] = 4,
-    max_samples: Annotated[int, typer.Option("--max-samples", min=1, help="Monte Carlo draws of one request.")] = 10000,
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; over it clients get 429.")] = 512,
+    max_inputs: Annotated[int, typer.Option("--max-inputs", min=1, help="Most inputs in one request.")] = 64,
+    max_body: Annotated[int, typer.Option("--max-body", min=1, help="Largest request, in MiB.")] = 4,
+    max_samples: Annotated[
+        int, typer.Option("--max-samples", min=1, help="Most Monte Carlo draws for one request.")
+    ] = 10000,
+    queue: Annotated[
+        int, typer.Option("--queue", min=1, help="Most inputs that wait; beyond it clients get 429.")
+    ] = 512,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Inputs in a run of the network; 1 joins no requests.")
     ] = 64,
@@ -55,7 +60,7 @@ def serve(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """An HTTP service that answers with error bars, and a page to see and touch them. Ctrl-C stops it."""
+    """Serve predictions with error bars over HTTP, and a page to explore them. Ctrl-C stops it."""
     from errbar.cli.extras import extra
 
     for module, package in (("fastapi", "FastAPI"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):

@@ -17,7 +17,7 @@ def update(
     output: options.Output,
     weights: options.Weights = None,
     discount: Annotated[
-        float, typer.Option("--discount", min=0.0, max=1.0, help="What earlier data still count, where things drift.")
+        float, typer.Option("--discount", min=0.0, max=1.0, help="Weight of the earlier data, where things drift.")
     ] = 1.0,
     transform: options.Transform = None,
     image_size: options.ImageSize = None,
@@ -26,7 +26,7 @@ def update(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """The posterior after more data: their information counts, the weights do not move."""
+    """Add the information of more data to a posterior; the weights do not move."""
     from errbar.cli.inputs import TRAINING, DataRequest, first_inputs
     from errbar.cli.posteriors import COMPARED, PosteriorRequest, opened, save, variance_change
     from errbar.cli.session import session

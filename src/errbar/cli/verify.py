@@ -23,7 +23,7 @@ def verify(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Read and check all of a file, and with a model that the file is about its weights."""
+    """Read and check all of a file; with a model, check that the file is about its weights."""
     from errbar.cli.models import model_of
     from errbar.cli.session import file_lines, session
 
