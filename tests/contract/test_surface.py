@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ast
 import inspect
 import re
 import subprocess
