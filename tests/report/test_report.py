@@ -249,8 +249,8 @@ def test_what_is_kept_does_not_depend_on_the_batches(posterior: errbar.Posterior
         print_ = Fingerprint()
         stream = [Batch((x[i : i + size],), {}, y[i : i + size]) for i in range(0, 100, size)]
         observe(posterior, stream, 50, 0, [spread, *leaders, print_])
-        firsts = [float(batch.args[0][0, 0]) for batch in spread.held]
-        return firsts, [tuple(leader.index for leader in one.held) for one in leaders], print_.digest()
+        firsts = [float(batch.args[0][0, 0]) for batch in spread.items]
+        return firsts, [tuple(leader.index for leader in one.items) for one in leaders], print_.digest()
 
     first, second = kept(size), kept(33)
     assert first == second
@@ -328,9 +328,9 @@ def test_the_headline_says_which_way_and_how_far(before: Estimate, after: Estima
 @pytest.mark.parametrize(
     ("gain", "scale", "expected"),
     [
-        (Estimate(0.01, 0.005, 0.015), 0.5, "The covariance does something for the probabilities"),
-        (Estimate(0.001, -0.005, 0.007), 0.5, "does nothing that a temperature could not do"),
-        (Estimate(-0.01, -0.015, -0.005), 0.5, "does not pay here"),
+        (Estimate(0.01, 0.005, 0.015), 0.5, "The covariance improves the probabilities"),
+        (Estimate(0.001, -0.005, 0.007), 0.5, "does nothing that a temperature could not:"),
+        (Estimate(-0.01, -0.015, -0.005), 0.5, "does not pay off here"),
         (Estimate(-math.inf, math.nan, math.nan), 0.5, "the NLL is infinite"),
         (Estimate(0.0, 0.0, 0.0), 0.0, "switches the error bars off"),
     ],
@@ -348,7 +348,7 @@ def test_the_verdict_says_whether_the_covariance_scale_does_something(
 
 @pytest.mark.parametrize(
     ("distance", "ratio", "expected"),
-    [(0.01, 1.05, "no sign against it"), (0.05, 2.0, "wider"), (0.05, 0.5, "narrower")],
+    [(0.01, 1.05, "nothing speaks against it"), (0.05, 2.0, "wider"), (0.05, 0.5, "narrower")],
 )
 def test_the_verdict_says_whether_the_linearisation_holds(distance: float, ratio: float, expected: str) -> None:
     check = Linearisation(64, 100, distance, 0.008, Estimate(ratio, ratio, ratio), ())
@@ -459,7 +459,7 @@ def test_many_classes_are_cut_down_to_the_worst(made: Report) -> None:
     page = report.page(replace(made, class_rows=tuple(rows)))
     assert "class 59" in page
     assert "class 60" not in page
-    assert "The 60 classes of 200 with the lowest recall." in page
+    assert "Shown are the 60 of 200 classes with the lowest recall." in page
 
 
 def test_a_report_without_errors_or_outliers_says_so(posterior: errbar.Posterior) -> None:
@@ -538,7 +538,7 @@ def test_rows_become_pictures_when_asked_to_and_numbers_else() -> None:
     found = picture_of(row, (1, 4, 4))
     assert found is not None
     assert (found.width, found.height) == (4, 4)
-    with pytest.raises(MismatchError, match="An input has 16 numbers; expected 1×5×5 of them"):
+    with pytest.raises(MismatchError, match="An input has 16 numbers; expected 1×5×5 for a picture"):
         picture_of(row, (1, 5, 5))
 
 

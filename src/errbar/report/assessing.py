@@ -33,7 +33,7 @@ from errbar.version import __version__
 
 _EXAMPLES = 6
 _CHECKED_INPUTS = 64
-# Inputs of the curves over T and T_c: many for few classes, and never more numbers in their covariances than this.
+# Inputs for the curves over T and T_c: many for few classes, but never more numbers in their covariances than this.
 _CURVE_INPUTS, _LEAST_CURVE_INPUTS, _CURVE_LOGITS, _CURVE_NUMBERS = 1000, 200, 10_000, 2**26
 
 
@@ -54,23 +54,23 @@ def assess(
     unpack: Unpack | None = None,
     progress: bool = False,
 ) -> Report:
-    """Everything that a report says about `posterior` on `data`, which need labels.
+    """Everything that a report says about `posterior` on labelled `data`.
 
     Args:
-        posterior: with T and T_c as they are; before-and-after compares with both at 1, and with the network alone.
-        data: held-out batches with labels, of which neither the fit nor the calibration has seen any.
-        outliers: batches of inputs that do not belong to the first, to see how well they are told from these.
+        posterior: with its T and T_c; the report compares it with both at 1, and with the network alone.
+        data: held-out batches with labels, used neither for the fit nor for the calibration.
+        outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
-        bins: of the expected calibration error.
-        samples: Monte Carlo draws for each input.
-        seed: of the draws and of the resampling.
-        picture_shape: (channels, height, width) of inputs that are pictures but do not have this shape.
-        name_of: what people call the input of a number.
-        outliers_name: what people call the second set.
-        subject: what the page says it is about.
-        provenance: facts about files and commands that the posterior does not know.
-        unpack: as in `fit`; that of the fit unless given.
-        progress: show how long it still takes.
+        bins: number of bins of the expected calibration error.
+        samples: Monte Carlo draws per input.
+        seed: for the draws and the resampling.
+        picture_shape: (channels, height, width) of pictures that are stored in another shape.
+        name_of: the name to show for the input with a given number.
+        outliers_name: the name to show for the second set.
+        subject: what the report is about, shown at the top of the page.
+        provenance: further facts, about files and commands, say.
+        unpack: as in `fit`; by default that of the fit.
+        progress: show a progress bar.
     """
     require_posterior(posterior)
     size = posterior.information.n_classes
@@ -78,44 +78,46 @@ def assess(
     doubts, fingerprint = Doubts(), Fingerprint()
     uncertain, wrong = Leaders(_EXAMPLES, wrong=False), Leaders(_EXAMPLES, wrong=True)
     spread = Spread(_curve_inputs(size) or 1, gaussian_and_label)
-    checked = Spread(_CHECKED_INPUTS, input_of)
+    check_inputs = Spread(_CHECKED_INPUTS, input_of)
     unpack = unpack or posterior.unpack
     stream = track(batches(data, unpack), "Predicting", total=count_batches(data), enabled=progress)
-    watchers = (doubts, fingerprint, uncertain, wrong, spread, checked)
-    seen = observe(posterior, stream, samples, seed, watchers)
+    watchers = (doubts, fingerprint, uncertain, wrong, spread, check_inputs)
+    observation = observe(posterior, stream, samples, seed, watchers)
 
     missing: list[str] = []
     curves = _curves(posterior, spread, seed, missing)
-    check = _linearisation(posterior, checked, samples, seed, missing)
-    compared = None
+    check = _linearisation(posterior, check_inputs, samples, seed, missing)
+    comparison = None
     if outliers is not None:
         others = track(batches(outliers, unpack), "Second set", total=count_batches(outliers), enabled=progress)
         inside = checking.score_columns(
-            seen.pmfs[NETWORK], seen.final, doubts.mutual_information, doubts.contrast_variance
+            observation.pmfs[NETWORK], observation.final, doubts.mutual_information, doubts.contrast_variance
         )
         outside = checking.scores_of(posterior, others, samples, seed)
-        compared = checking.compare_outliers(outliers_name, inside, outside)
-    made = scoring.variants(seen, bins, seed)
-    effect = scoring.scale_effect(seen, doubts.logits, doubts.std, seed)
+        comparison = checking.compare_outliers(outliers_name, inside, outside)
+    variants = scoring.variants(observation, bins, seed)
+    effect = scoring.scale_effect(observation, doubts.logits, doubts.std, seed)
     scales = (posterior.temperature, posterior.covariance_scale)
-    shown = [examples(leaders.held, names, name_of, picture_shape, samples, seed) for leaders in (uncertain, wrong)]
+    input_lists = [
+        examples(leaders.items, names, name_of, picture_shape, samples, seed) for leaders in (uncertain, wrong)
+    ]
     return Report(
-        subject=subject or f"{count(size)} classes, {count(len(seen.labels))} inputs",
-        inputs=len(seen.labels),
+        subject=subject or f"{count(size)} classes, {count(len(observation.labels))} inputs",
+        inputs=len(observation.labels),
         classes=size,
         temperature=scales[0],
         covariance_scale=scales[1],
-        verdict=verdict(len(seen.labels), made, effect, scales, check, compared),
-        variants=made,
+        verdict=verdict(len(observation.labels), variants, effect, scales, check, comparison),
+        variants=variants,
         effect=effect,
         curves=curves,
-        class_rows=scoring.class_rows(seen.final, seen.labels, doubts.std, names),
-        uncertain=shown[0],
-        wrong=shown[1],
-        outliers=compared,
+        class_rows=scoring.class_rows(observation.final, observation.labels, doubts.std, names),
+        uncertain=input_lists[0],
+        wrong=input_lists[1],
+        outliers=comparison,
         linearisation=check,
         missing=tuple(missing),
-        provenance=(*provenance, *_facts(posterior, seen, fingerprint, samples, seed)),
+        provenance=(*provenance, *_facts(posterior, observation, fingerprint, samples, seed)),
     )
 
 
@@ -123,26 +125,26 @@ def _names(classes: Sequence[str] | None, size: int) -> list[str]:
     if classes is None:
         return [str(number) for number in range(size)]
     if len(classes) != size:
-        raise ArgumentError(f"There are {len(classes)} class names; expected {size}, one for each class.")
+        raise ArgumentError(f"There are {len(classes)} class names; expected {size}, one per class.")
     return list(classes)
 
 
 def _curve_inputs(classes: int) -> int:
-    """How many inputs the curves over T and T_c are made of; none where too few of them would fit into memory."""
-    wanted = min(_CURVE_INPUTS, max(_LEAST_CURVE_INPUTS, _CURVE_LOGITS // classes))
-    return wanted if wanted * classes**2 <= _CURVE_NUMBERS else 0
+    """How many inputs to use for the curves over T and T_c; zero if too few would fit into memory."""
+    target = min(_CURVE_INPUTS, max(_LEAST_CURVE_INPUTS, _CURVE_LOGITS // classes))
+    return target if target * classes**2 <= _CURVE_NUMBERS else 0
 
 
 def _curves(posterior: Posterior, spread: Spread[Any], seed: int, missing: list[str]) -> ScaleCurves | None:
     classes = posterior.information.n_classes
     if not _curve_inputs(classes):
-        missing.append(f"The curves over T and T_c are left out: {count(classes)} classes would take too much memory.")
+        missing.append(f"The curves over T and T_c are omitted: {count(classes)} classes would take too much memory.")
         return None
-    return scoring.scale_curves(spread.held, posterior.temperature, posterior.covariance_scale, seed)
+    return scoring.scale_curves(spread.items, posterior.temperature, posterior.covariance_scale, seed)
 
 
 def _linearisation(
-    posterior: Posterior, checked: Spread[Any], samples: int, seed: int, missing: list[str]
+    posterior: Posterior, inputs: Spread[Any], samples: int, seed: int, missing: list[str]
 ) -> Linearisation | None:
     draws = checking.draws_that_fit(posterior.information.n_parameters)
     if not draws:
@@ -152,14 +154,16 @@ def _linearisation(
         )
         return None
     try:
-        return checking.linearisation(posterior, checked.held, draws, samples, seed)
+        return checking.linearisation(posterior, inputs.items, draws, samples, seed)
     except ErrbarError as error:
         missing.append(f"The linearisation was not checked: {error}")
         return None
 
 
-def _facts(posterior: Posterior, seen: Observation, fingerprint: Fingerprint, samples: int, seed: int) -> list[Facts]:
-    """What made the report, and of what; nothing about the person or the machine but its kind."""
+def _facts(
+    posterior: Posterior, observation: Observation, fingerprint: Fingerprint, samples: int, seed: int
+) -> list[Facts]:
+    """How the report was made, and from what; nothing about the person, nor about the machine except its kind."""
     information = posterior.information
     precision = posterior.prior.precision
     shape = "×".join(map(str, fingerprint.shape or ()))
@@ -171,14 +175,14 @@ def _facts(posterior: Posterior, seen: Observation, fingerprint: Fingerprint, sa
         ),
         ("samples of the fit", f"{information.n_samples:,.6g}"),
         ("structure, Fisher information", f"{information.structure}, {information.fisher}"),
-        ("prior precision", "one for each parameter" if isinstance(precision, torch.Tensor) else str(precision)),
+        ("prior precision", "one per parameter" if isinstance(precision, torch.Tensor) else str(precision)),
         ("T, T_c", f"{posterior.temperature:.6g}, {posterior.covariance_scale:.6g}"),
         ("weights (SHA-256)", information.network.fingerprint),
     )
     data = (
-        ("inputs", f"{count(len(seen.labels))} of shape {shape or 'one number'}"),
+        ("inputs", f"{count(len(observation.labels))} of shape {shape or 'one number'}"),
         ("inputs and labels (SHA-256)", fingerprint.digest()),
-        ("Monte Carlo", f"{samples} draws for each input, seed {seed}"),
+        ("Monte Carlo", f"{samples} draws per input, seed {seed}"),
     )
     versions = (
         ("errbar", __version__),

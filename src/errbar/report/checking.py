@@ -24,29 +24,31 @@ _ROC_POINTS = 100
 
 
 def draws_that_fit(parameters: int) -> int:
-    """How many networks to draw, or none where so few would tell nothing."""
-    fitting = min(DRAWS, _DRAWN_NUMBERS // max(1, parameters))
-    return fitting if fitting >= _LEAST_DRAWS else 0
+    """How many networks to draw; zero where too few fit into memory to be of use."""
+    draws = min(DRAWS, _DRAWN_NUMBERS // max(1, parameters))
+    return draws if draws >= _LEAST_DRAWS else 0
 
 
 def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, samples: int, seed: int) -> Linearisation:
-    """The delta method and `posterior.predict_by_parameters` on the same inputs, one network for each draw.
+    """The delta method and `posterior.predict_by_parameters` on the same inputs, one network per draw.
 
     With K₁ and K₂ samples the means of class m differ by chance, with standard deviation s_m = √(σ_m²/K₁ + σ'_m²/K₂);
     so a total variation of ½ Σ_m s_m √(2/π) is noise.
     """
     batch = joined(inputs)
     delta = posterior.predict(batch, samples, seed)
-    sampled = posterior.predict_by_parameters(batch, draws, seed)
-    distance = (delta.pmf - sampled.pmf).abs().sum(1) / 2
-    error = (delta.std.square() / samples + sampled.std.square() / draws).sqrt()
+    by_parameters = posterior.predict_by_parameters(batch, draws, seed)
+    distance = (delta.pmf - by_parameters.pmf).abs().sum(1) / 2
+    error = (delta.std.square() / samples + by_parameters.std.square() / draws).sqrt()
     winner = delta.label[:, None]
-    first, second = (prediction.std.gather(1, winner)[:, 0].double().cpu() for prediction in (delta, sampled))
-    # An input that everyone agrees about has no spread to compare.
-    told = first > 1e-6
-    ratios = (second / first)[told]
+    first, second = (prediction.std.gather(1, winner)[:, 0].double().cpu() for prediction in (delta, by_parameters))
+    # Where all draws agree there is no spread to compare.
+    is_uncertain = first > 1e-6
+    ratios = (second / first)[is_uncertain]
     middle = (
-        ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist() if told.any() else [math.nan] * 3
+        ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        if is_uncertain.any()
+        else [math.nan] * 3
     )
     return Linearisation(
         inputs=len(batch),
@@ -59,24 +61,24 @@ def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, sam
 
 
 def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:
-    """The outlier scores of each input; higher is more unusual. Labels are not looked at."""
+    """The outlier scores of each input; higher is more unusual. Labels are ignored."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
-    found: dict[str, list[Tensor]] = {}
+    columns: dict[str, list[Tensor]] = {}
     for batch in stream:
         gaussian = plain.unrounded_logits(batch)
         calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = calibrated.predict(samples, seed)
-        made = score_columns(
+        scores = score_columns(
             torch.softmax(gaussian.mean, 1),
             prediction.pmf,
             prediction.mutual_information,
             calibrated.contrast_variance,
         )
-        for name, values in made.items():
-            found.setdefault(name, []).append(values.cpu())
-    if not found:
+        for name, values in scores.items():
+            columns.setdefault(name, []).append(values.cpu())
+    if not columns:
         raise DataError("The second set is empty: expected at least one batch.")
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
 def score_columns(
@@ -85,7 +87,7 @@ def score_columns(
     information: Float[Tensor, "N"],
     variance: Float[Tensor, "N"],
 ) -> dict[str, Float[Tensor, "N"]]:
-    """The scores by name, from what is known about each input."""
+    """The scores by name, from what was computed for each input."""
     return {
         "doubt of the network alone, 1 − max softmax": 1 - network.amax(1),
         "doubt with error bars, 1 − max f": 1 - pmf.amax(1),

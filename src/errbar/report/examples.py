@@ -1,4 +1,4 @@
-"""Inputs to look at: what was said about each, with its PMF, its logits, and its picture or numbers."""
+"""Inputs to look at: the prediction for each, with its PMF, its logits, and its picture or numbers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _example(
     seed: int,
 ) -> ShownInput:
     prediction = leader.gaussian.predict(samples, seed)
-    predicted = int(prediction.label[0])
+    winner = int(prediction.label[0])
     picture = picture_of(leader.batch, shape)
     return ShownInput(
         name=name,
         label=classes[leader.label],
-        predicted=classes[predicted],
+        predicted=classes[winner],
         confidence=float(prediction.confidence[0]),
-        std=float(prediction.std[0, predicted]),
+        std=float(prediction.std[0, winner]),
         entropy=float(prediction.entropy[0]),
         mutual_information=float(prediction.mutual_information[0]),
         bars=_bars(prediction, leader.label, classes),
@@ -54,20 +54,20 @@ def _example(
 
 
 def _bars(prediction: Prediction, label: int, classes: Sequence[str]) -> tuple[Bar, ...]:
-    """The most likely classes, and the label's in any case; the roles say which colour."""
+    """The most likely classes, always including the label's; the roles determine the colours."""
     pmf = prediction.pmf[0]
-    shown = pmf.topk(min(_BARS, len(pmf))).indices.tolist()
-    if label not in shown:
-        shown[-1] = label
+    numbers = pmf.topk(min(_BARS, len(pmf))).indices.tolist()
+    if label not in numbers:
+        numbers[-1] = label
     lower, upper = prediction.interval(0.95)
-    predicted = int(prediction.label[0])
+    winner = int(prediction.label[0])
 
     def role(number: int) -> str:
-        return "predicted" if number == predicted else "label" if number == label else "other"
+        return "predicted" if number == winner else "label" if number == label else "other"
 
     return tuple(
         Bar(classes[number], float(pmf[number]), float(lower[0, number]), float(upper[0, number]), role(number))
-        for number in shown
+        for number in numbers
     )
 
 

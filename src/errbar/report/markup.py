@@ -1,7 +1,6 @@
-"""HTML and SVG from Python, with everything escaped that is not `Markup` already.
+"""HTML and SVG from Python; everything that is not already `Markup` is escaped.
 
-Class names, file names and commands come from users. Whoever puts a plain text into an element or an attribute gets
-it escaped; there is no other way in.
+Class names, file names and commands come from users. Plain text in an element or an attribute is always escaped.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import html
 from collections.abc import Iterable
 
 _VOID = frozenset({"meta", "img", "br", "hr", "col"})
-# SVG may close elements that have no content by themselves; HTML may not.
+# Empty SVG elements may close themselves; HTML elements may not.
 _CLOSED = frozenset({"line", "rect", "path", "circle", "ellipse", "polyline", "use"})
 
 
@@ -27,19 +26,19 @@ Attribute = str | int | float | bool | None
 def element(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     """<name attributes>children</name>.
 
-    A plain text is escaped, None is nothing, and a list is its parts. Underscores in the names of attributes are
+    Plain text is escaped, None is skipped, and a list is joined. Underscores in the names of attributes become
     hyphens, one at the end is dropped (`class_`); an attribute that is None or False is left out.
 
     >>> element("a", "R&D <b>", class_="x", aria_label='"', hidden=True)
     '<a class="x" aria-label="&quot;" hidden>R&amp;D &lt;b&gt;</a>'
     """
-    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())
     inside = text(children)
     if name in _VOID:
-        return Markup(f"<{name}{written}>")
+        return Markup(f"<{name}{attribute_text}>")
     if name in _CLOSED and not inside:
-        return Markup(f"<{name}{written}/>")
-    return Markup(f"<{name}{written}>{inside}</{name}>")
+        return Markup(f"<{name}{attribute_text}/>")
+    return Markup(f"<{name}{attribute_text}>{inside}</{name}>")
 
 
 def text(child: Child) -> Markup:
@@ -61,8 +60,8 @@ def number(value: float) -> str:
     >>> number(12.3456), number(3.0), number(-0.001)
     ('12.35', '3', '0')
     """
-    written = f"{value:.2f}".rstrip("0").rstrip(".")
-    return "0" if written == "-0" else written
+    digits = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if digits == "-0" else digits
 
 
 def _attribute(key: str, value: Attribute) -> str:
@@ -71,5 +70,5 @@ def _attribute(key: str, value: Attribute) -> str:
     name = key.rstrip("_").replace("_", "-")
     if value is True:
         return f" {name}"
-    written = value if isinstance(value, str) else number(value)
-    return f' {name}="{html.escape(written)}"'
+    content = value if isinstance(value, str) else number(value)
+    return f' {name}="{html.escape(content)}"'

@@ -1,4 +1,4 @@
-"""Numbers as a page sets them: with a real minus sign, and with spaces at which no line breaks."""
+"""Numbers as text for the page: with a true minus sign, and with spaces at which lines do not break."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from errbar.report.values import Estimate
 
-_SPACE = "\u202f"  # narrow, and no line breaks at it
+_SPACE = "\u202f"  # narrow, no-break
 
 
 def percent(value: float, digits: int = 1) -> str:
@@ -19,17 +19,17 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def fixed(value: float, digits: int) -> str:
-    """A number with so many decimals."""
+    """A number with `digits` decimals."""
     if not math.isfinite(value):
         return special(value)
-    written = f"{value:,.{digits}f}".replace(",", _SPACE)
-    if not written.strip("-0.," + _SPACE):
-        written = written.removeprefix("-")
-    return written.replace("-", "\u2212")
+    text = f"{value:,.{digits}f}".replace(",", _SPACE)
+    if not text.strip("-0.," + _SPACE):
+        text = text.removeprefix("-")
+    return text.replace("-", "\u2212")
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many digits that count.
+    """A number with `digits` significant digits.
 
     >>> significant(0.012345), significant(1234567.0), significant(0.0)
     ('0.0123', '1.23·10⁶', '0')
@@ -40,8 +40,8 @@ def significant(value: float, digits: int = 3) -> str:
         return "0"
     exponent = math.floor(math.log10(abs(value)))
     if -4 <= exponent < 6:
-        rounded = fixed(value, max(0, digits - 1 - exponent))
-        return rounded.rstrip("0").rstrip(".") if "." in rounded else rounded
+        text = fixed(value, max(0, digits - 1 - exponent))
+        return text.rstrip("0").rstrip(".") if "." in text else text
     power = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{fixed(value / 10**exponent, digits - 1)}·10{power}"
 
@@ -62,14 +62,14 @@ def points(value: float) -> str:
 
 
 def span(estimate: Estimate, digits: int = 1, scale: float = 100.0) -> str:
-    """The interval of an estimate, in words so that minus signs are not taken for dashes."""
+    """The interval of an estimate, in words so that minus signs are not mistaken for dashes."""
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "–"
     return f"{fixed(scale * estimate.low, digits)} to {fixed(scale * estimate.high, digits)}"
 
 
 def special(value: float) -> str:
-    """What is no finite number."""
+    """The sign for infinity or NaN."""
     if math.isnan(value):
         return "–"
     return "∞" if value > 0 else "\u2212∞"

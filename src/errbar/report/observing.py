@@ -1,4 +1,4 @@
-"""One pass over labelled data: PMFs before and after calibration, and whatever watchers keep of each batch."""
+"""One pass over labelled data: PMFs before and after calibration, and what watchers keep of each batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from errbar._model.batch import Batch, checked_labels
 from errbar._posterior.posterior import Posterior
 from errbar.errors import DataError
 
-Kept = TypeVar("Kept")
+Item = TypeVar("Item")
 
 NETWORK, BEFORE, AFTER = "network", "before_calibration", "after_calibration"
 
 
 @dataclass(frozen=True, eq=False)
-class Observations:
-    """One batch, its number of inputs before it, and what the posterior says about it.
+class BatchObservation:
+    """One batch, the number of inputs before it, and what the posterior predicts for it.
 
     `gaussian` is without T and T_c, `calibrated` and `prediction` are with both; `labels` are on the CPU.
     """
@@ -40,29 +40,29 @@ class Observations:
 class Watcher(Protocol):
     """Keeps something of the batches that pass."""
 
-    def see(self, seen: Observations) -> None: ...
+    def see(self, observation: BatchObservation) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """PMFs of each way to them (`NETWORK`, `BEFORE` and, where T or T_c is not 1, `AFTER`), and the labels."""
+    """PMFs of each variant (`NETWORK`, `BEFORE` and, where T or T_c is not 1, `AFTER`), and the labels."""
 
     pmfs: dict[str, Float[Tensor, "N M"]]
     labels: Int[Tensor, "N"]
 
     @property
     def final(self) -> Float[Tensor, "N M"]:
-        """The PMFs of the posterior as it is."""
+        """The PMFs of the posterior with its T and T_c."""
         return self.pmfs.get(AFTER, self.pmfs[BEFORE])
 
 
 def observe(
     posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int, watchers: Sequence[Watcher] = ()
 ) -> Observation:
-    """PMFs of the network alone, with error bars as they come, and calibrated where T or T_c is not 1; and labels."""
+    """PMFs of the network alone, with error bars, and calibrated where T or T_c is not 1; and the labels."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     T, scale = posterior.temperature, posterior.covariance_scale
-    found: dict[str, list[Tensor]] = {}
+    columns: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     start = 0
     for batch in stream:
@@ -71,20 +71,20 @@ def observe(
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
         prediction = gaussian.predict(samples, seed)
         calibrated = gaussian
-        made = {NETWORK: torch.softmax(gaussian.mean, 1), BEFORE: prediction.pmf}
+        pmfs = {NETWORK: torch.softmax(gaussian.mean, 1), BEFORE: prediction.pmf}
         if (T, scale) != (1.0, 1.0):
             calibrated = gaussian.tempered(T).scaled(scale)
             prediction = calibrated.predict(samples, seed)
-            made[AFTER] = prediction.pmf
-        for name, pmf in made.items():
-            found.setdefault(name, []).append(pmf.cpu())
-        seen = Observations(start, batch, labels[-1], gaussian, calibrated, prediction)
+            pmfs[AFTER] = prediction.pmf
+        for name, pmf in pmfs.items():
+            columns.setdefault(name, []).append(pmf.cpu())
+        observation = BatchObservation(start, batch, labels[-1], gaussian, calibrated, prediction)
         for watcher in watchers:
-            watcher.see(seen)
+            watcher.see(observation)
         start += size
     if not labels:
         raise DataError("The data are empty: expected at least one batch.")
-    return Observation({name: torch.cat(parts) for name, parts in found.items()}, torch.cat(labels))
+    return Observation({name: torch.cat(parts) for name, parts in columns.items()}, torch.cat(labels))
 
 
 class Doubts:
@@ -96,12 +96,12 @@ class Doubts:
         self._variance: list[Tensor] = []
         self._logits: list[Tensor] = []
 
-    def see(self, seen: Observations) -> None:
-        prediction = seen.prediction
+    def see(self, observation: BatchObservation) -> None:
+        prediction = observation.prediction
         self._std.append(prediction.std.gather(1, prediction.label[:, None])[:, 0].cpu())
         self._information.append(prediction.mutual_information.cpu())
-        self._variance.append(seen.calibrated.contrast_variance.cpu())
-        self._logits.append(seen.gaussian.mean.cpu())
+        self._variance.append(observation.calibrated.contrast_variance.cpu())
+        self._logits.append(observation.gaussian.mean.cpu())
 
     @property
     def std(self) -> Float[Tensor, "N"]:
@@ -121,43 +121,43 @@ class Doubts:
         return torch.cat(self._logits)
 
 
-class Spread(Generic[Kept]):
-    """What `keep` makes of some inputs, spread evenly over data of unknown length.
+class Spread(Generic[Item]):
+    """The results of `extract` for some inputs, spread evenly over data of unknown length.
 
-    Data are often sorted by class, so the first inputs will not do. Kept are inputs whose number is a multiple of a
-    power of two; whenever more than `limit` are held, every other one is let go. So at least half of `limit` remain
-    where there are as many, and no random number is needed.
+    Data are often sorted by class, so the first inputs would not represent them. The inputs kept are those whose
+    number is a multiple of a power of two; whenever there are more than `limit`, every other one is dropped. At least
+    half of `limit` remain if the data have that many, and no random numbers are needed.
     """
 
-    def __init__(self, limit: int, keep: Callable[[Observations, int], Kept]) -> None:
-        self.limit, self.keep = limit, keep
+    def __init__(self, limit: int, extract: Callable[[BatchObservation, int], Item]) -> None:
+        self.limit, self.extract = limit, extract
         self.stride = 1
-        self.held: list[Kept] = []
+        self.items: list[Item] = []
 
-    def see(self, seen: Observations) -> None:
-        row = -seen.start % self.stride
-        while row < len(seen.labels):
-            self.held.append(self.keep(seen, row))
-            if len(self.held) > self.limit:
-                self.held = self.held[::2]
+    def see(self, observation: BatchObservation) -> None:
+        row = -observation.start % self.stride
+        while row < len(observation.labels):
+            self.items.append(self.extract(observation, row))
+            if len(self.items) > self.limit:
+                self.items = self.items[::2]
                 self.stride *= 2
-            row += self.stride - (seen.start + row) % self.stride
+            row += self.stride - (observation.start + row) % self.stride
 
 
-def gaussian_and_label(seen: Observations, row: int) -> tuple[LogitGaussian, int]:
+def gaussian_and_label(observation: BatchObservation, row: int) -> tuple[LogitGaussian, int]:
     """The logits of one input without T and T_c, and its label."""
     # Tempered by one: a copy, since a slice would keep its whole batch in memory.
-    return seen.gaussian[row : row + 1].tempered(1.0), int(seen.labels[row])
+    return observation.gaussian[row : row + 1].tempered(1.0), int(observation.labels[row])
 
 
-def input_of(seen: Observations, row: int) -> Batch:
+def input_of(observation: BatchObservation, row: int) -> Batch:
     """One input as a batch."""
-    return seen.batch.rows(row, row + 1).map(torch.clone)
+    return observation.batch.rows(row, row + 1).map(torch.clone)
 
 
 @dataclass(frozen=True, eq=False)
 class Leader:
-    """An input that leads a list: its number, and what is needed to show it."""
+    """An input with a high score: its number, and what is needed to show it."""
 
     score: float
     index: int
@@ -172,38 +172,40 @@ class Leaders:
     def __init__(self, limit: int, *, wrong: bool) -> None:
         self.limit = limit
         self.wrong = wrong
-        self.held: list[Leader] = []
+        self.items: list[Leader] = []
 
-    def see(self, seen: Observations) -> None:
-        prediction = seen.prediction
+    def see(self, observation: BatchObservation) -> None:
+        prediction = observation.prediction
         scores = (prediction.confidence if self.wrong else prediction.mutual_information).cpu().double()
         if self.wrong:
-            scores = scores.where(prediction.label.cpu() != seen.labels, -torch.inf)
+            scores = scores.where(prediction.label.cpu() != observation.labels, -torch.inf)
         for row in scores.topk(min(self.limit, len(scores))).indices.tolist():
             score = float(scores[row])
-            full = len(self.held) == self.limit
-            if score == -torch.inf or (full and score <= self.held[-1].score):
+            full = len(self.items) == self.limit
+            if score == -torch.inf or (full and score <= self.items[-1].score):
                 break
             # Tempered by one: a copy, since a slice would keep its whole batch in memory.
-            gaussian = seen.calibrated[row : row + 1].tempered(1.0)
-            leader = Leader(score, seen.start + row, input_of(seen, row), int(seen.labels[row]), gaussian)
-            self.held.append(leader)
-            self.held = sorted(self.held, key=lambda leader: -leader.score)[: self.limit]
+            gaussian = observation.calibrated[row : row + 1].tempered(1.0)
+            leader = Leader(
+                score, observation.start + row, input_of(observation, row), int(observation.labels[row]), gaussian
+            )
+            self.items.append(leader)
+            self.items = sorted(self.items, key=lambda leader: -leader.score)[: self.limit]
 
 
 class Fingerprint:
-    """SHA-256 over all inputs and labels in their order, whatever batches they come in."""
+    """SHA-256 of all inputs and labels in order, whatever the batch size."""
 
     def __init__(self) -> None:
         self._inputs = hashlib.sha256()
         self._labels = hashlib.sha256()
         self.shape: tuple[int, ...] | None = None
 
-    def see(self, seen: Observations) -> None:
-        for value in seen.batch.tensors():
+    def see(self, observation: BatchObservation) -> None:
+        for value in observation.batch.tensors():
             self._inputs.update(_bytes(value))
             self.shape = self.shape or tuple(value.shape[1:])
-        self._labels.update(_bytes(seen.labels))
+        self._labels.update(_bytes(observation.labels))
 
     def digest(self) -> str:
         return hashlib.sha256(self._inputs.digest() + self._labels.digest()).hexdigest()

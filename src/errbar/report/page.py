@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file without scripts, fonts or anything else from elsewhere."""
+"""The page of a report: one HTML file without scripts, which loads nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from errbar.report.sections import examples_section, provenance_section, scores_
 from errbar.report.values import Linearisation, Outliers, Report, ScaleCurves
 from errbar.report.wording import prose, table
 
-# The colours of all pictures of the package, by the names that the style sheet uses.
+# The colours of all plots of the package, by the names in the style sheet.
 _COLOURS = {
     "blue": curves.BLUE,
     "sky": curves.SKY,
@@ -27,23 +27,23 @@ _COLOURS = {
     "dark-orange": curves.DARK_ORANGE,
     "dark-blue": curves.BLUE,
 }
-# Nothing is loaded, and nothing could be.
+# Nothing is loaded, and the policy makes sure of it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _CLASS_ROWS = 60
 
 
 def write(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     require_writable_folder(path)
-    # File names may hold bytes that are no text; they become question marks.
+    # File names may hold bytes that are not text; these become question marks.
     data = page(report).encode("utf-8", errors="replace")
     write_file(path, data)
 
 
 def page(report: Report) -> str:
     """The HTML of a report."""
-    made = [section for section in _sections(report) if section is not None]
-    contents = [element("li", element("a", title, href=f"#{anchor}")) for anchor, title, _ in made]
+    sections = [section for section in _sections(report) if section is not None]
+    contents = [element("li", element("a", title, href=f"#{anchor}")) for anchor, title, _ in sections]
     body = (
         _patterns(),
         element(
@@ -63,7 +63,7 @@ def page(report: Report) -> str:
                     id=anchor,
                     aria_labelledby=f"{anchor}-title",
                 )
-                for anchor, title, inside in made
+                for anchor, title, inside in sections
             ),
         ),
         element("footer", element("p", prose(_FOOT))),
@@ -84,11 +84,11 @@ def page(report: Report) -> str:
 _FOOT = (
     "Intervals are 95\u202f% intervals: of accuracies by Wilson’s formula, of AUROCs by DeLong’s, of the ECE by "
     "inverting a test with binomial bins, of everything else by resampling the inputs 1000 times (basic bootstrap). "
-    "They say what other inputs from the same source would "
-    "change, not what another source would. PMF: the probabilities of all classes. NLL: the mean of −ln of the "
-    "probability that the label was given. Brier: the mean squared distance of the PMF from the label. ECE: the mean "
-    "gap between confidence and accuracy over bins of the confidence. AURC: the mean error rate over all coverages. "
-    "Of the last four less is better. The method: Malmström, Skog, Axehill and Gustafsson, arXiv 2303.07114."
+    "They show how the numbers would vary with other inputs from the same source, not with another source. "
+    "PMF: the probabilities of all classes. NLL: the mean of −ln of the predicted probability of the label. "
+    "Brier: the mean squared distance between PMF and label. ECE: the mean gap between confidence and accuracy over "
+    "bins of the confidence. AURC: the mean error rate over all coverages. Lower is better for the last four. "
+    "The method: Malmström, Skog, Axehill and Gustafsson, arXiv 2303.07114."
 )
 
 
@@ -97,7 +97,7 @@ def _colours() -> str:
 
 
 def _patterns() -> Markup:
-    """The hatching of what is over-confident or wrong, so that colour is not all that tells."""
+    """The hatching for what is over-confident or wrong, so that colour is not the only cue."""
     lines = element("path", d="M-1 6L6 -1M-1 11L11 -1M4 11L11 4")
     back = element("rect", width=10, height=10)
     pattern = element("pattern", back, lines, id="over", width=5, height=5, patternUnits="userSpaceOnUse")
@@ -115,7 +115,7 @@ def _sections(report: Report) -> list[tuple[str, str, Child] | None]:
     return [
         ("scores", "Scores", scores_table(report)),
         ("calibration", "Calibration", _calibration(report)),
-        ("coverage", "What declining to answer would gain", _coverage(report)),
+        ("coverage", "What abstaining would gain", _coverage(report)),
         ("scales", "Temperature and covariance scale", _scales(report.curves, report)),
         ("classes", "Class by class", _classes(report)),
         ("inputs", "Inputs to look at", examples_section(report)),
@@ -131,8 +131,8 @@ def _panel(title: Child, drawing: Markup) -> Markup:
 
 def _figure(name: str, caption: Child, *panels: Child, three: bool = False, key: Child = None) -> Markup:
     kind = "charts three" if three else "charts"
-    said = element("figcaption", element("b", prose(name)), " ", caption)
-    return element("figure", element("div", panels, class_=kind), key, said)
+    figcaption = element("figcaption", element("b", prose(name)), " ", caption)
+    return element("figure", element("div", panels, class_=kind), key, figcaption)
 
 
 def _calibration(report: Report) -> list[Child]:
@@ -140,8 +140,8 @@ def _calibration(report: Report) -> list[Child]:
         _panel([variant.name, element("span", f"ECE {percent(variant.ece.value)}")], charts.reliability(variant))
         for variant in report.variants
     ]
-    shown = [report.variants[0], report.variants[-1]]
-    histograms = [_panel(one.name, charts.confidence_histogram(one.histogram, one.name)) for one in shown]
+    extremes = [report.variants[0], report.variants[-1]]
+    histograms = [_panel(one.name, charts.confidence_histogram(one.histogram, one.name)) for one in extremes]
     swatches = (
         ("blue", "accuracy"),
         ("over", "over-confident by"),
@@ -152,9 +152,10 @@ def _calibration(report: Report) -> list[Child]:
         _figure(
             "Reliability.",
             prose(
-                "The accuracy of the predictions in each bin of their confidence, with its 95\u202f% interval "
-                "(thin line), and the gap between the two. On the dashed line both are equal. Bins of fewer than 20 "
-                "predictions are faint; the grey bars above are the numbers of predictions, on a square-root scale."
+                "The accuracy of the predictions in each bin of confidence, with its 95\u202f% interval "
+                "(thin line), and the gap between accuracy and confidence. On the dashed line both are equal. Bins "
+                "with fewer than 20 predictions are faint; the grey bars above show the number of predictions on a "
+                "square-root scale."
             ),
             diagrams,
             three=len(diagrams) > 2,
@@ -162,7 +163,7 @@ def _calibration(report: Report) -> list[Child]:
         ),
         _figure(
             "Confidence.",
-            "How sure the predictions are, on a square-root scale.",
+            "How confident the predictions are; counts on a square-root scale.",
             histograms,
             key=_boxes((("grey", "all predictions"), ("over", "wrong ones"))),
         ),
@@ -170,56 +171,63 @@ def _calibration(report: Report) -> list[Child]:
 
 
 def _boxes(entries: tuple[tuple[str, str], ...]) -> Markup:
-    made = []
+    items = []
     for colour, name in entries:
         box = element("rect", width=14, height=11, class_=f"fill {colour}")
         swatch = element("svg", box, viewBox="0 0 14 11", class_="box", aria_hidden="true")
-        made.append(element("li", swatch, element("span", name)))
-    return element("ul", made, class_="key")
+        items.append(element("li", swatch, element("span", name)))
+    return element("ul", items, class_="key")
 
 
 def _coverage(report: Report) -> list[Child]:
     final = report.variants[-1]
     curve = final.risk_coverage
     at = min(range(len(curve.x)), key=lambda place: abs(curve.x[place] - 0.9))
-    said = (
-        f"Who accepts only the most confident 90\u202f% of the answers ({final.name}) has {percent(curve.y[at])} "
+    summary = (
+        f"Accepting only the most confident 90\u202f% of the answers ({final.name}) leaves {percent(curve.y[at])} "
         f"errors among them, instead of {percent(1 - final.accuracy.value)} among all."
     )
     names = [f"{variant.name}, AURC {fixed(variant.aurc, 4)}" for variant in report.variants]
     drawing = element("div", charts.risk_coverage(report.variants), class_="panel")
-    caption = "The share of errors among the most confident inputs, against the share of all inputs that these are."
-    return [element("p", said), _figure("Risk and coverage.", caption, drawing, key=charts.key(names))]
+    caption = "The share of errors among the most confident inputs, against the share of inputs that these make up."
+    return [element("p", summary), _figure("Risk and coverage.", caption, drawing, key=charts.key(names))]
 
 
-def _scales(made: ScaleCurves | None, report: Report) -> list[Child]:
-    said = element(
+def _scales(scale_curves: ScaleCurves | None, report: Report) -> list[Child]:
+    introduction = element(
         "p",
         prose(
             "The logits are N(ĝ/T, T_c P/T²): the temperature T divides them, the covariance scale T_c multiplies "
             f"their covariance. Here T = {significant(report.temperature, 4)} and T_c = "
-            f"{significant(report.covariance_scale, 4)}. Both flatten the probabilities, so that one can stand in "
-            "for the other; only T_c keeps error bars."
+            f"{significant(report.covariance_scale, 4)}. Both flatten the probabilities, so one can stand in "
+            "for the other, but only T_c gives error bars."
         ),
     )
-    if made is None:
-        return [said, *_missing(report, "curves")]
-    with_covariance = f"T_c = {significant(made.covariance_scale)}"
+    if scale_curves is None:
+        return [introduction, *_missing(report, "curves")]
+    with_covariance = f"T_c = {significant(scale_curves.covariance_scale)}"
     panels = (
-        element("div", charts.temperature_curve(made), charts.key([with_covariance, "T_c = 0"]), class_="panel"),
+        element(
+            "div", charts.temperature_curve(scale_curves), charts.key([with_covariance, "T_c = 0"]), class_="panel"
+        ),
         element(
             "div",
-            charts.scale_curve(made),
-            charts.key([f"T = {significant(made.temperature)}", *(["the best T for each T_c"] if made.ridge else [])]),
+            charts.scale_curve(scale_curves),
+            charts.key(
+                [
+                    f"T = {significant(scale_curves.temperature)}",
+                    *(["the best T for each T_c"] if scale_curves.ridge else []),
+                ]
+            ),
             class_="panel",
         ),
     )
     caption = (
-        f"The NLL of {count(made.inputs)} inputs, spread over the data, as T and T_c vary; dotted, in vermilion, the "
-        "values in use, which were not chosen on these data. A flat curve on the right means that these data hardly "
-        "say what T_c is."
+        f"The NLL of {count(scale_curves.inputs)} inputs, spread over the data, as T and T_c vary. Dotted vermilion "
+        "lines mark the values in use, which were not chosen on these data. A flat curve on the right means that "
+        "these data hardly determine T_c."
     )
-    return [said, _figure("T and T_c.", prose(caption), panels)]
+    return [introduction, _figure("T and T_c.", prose(caption), panels)]
 
 
 def _classes(report: Report) -> list[Child]:
@@ -228,7 +236,7 @@ def _classes(report: Report) -> list[Child]:
     if len(rows) > _CLASS_ROWS:
         worst = sorted(rows, key=lambda row: (row.recall != row.recall, row.recall))[:_CLASS_ROWS]
         rows = sorted(worst, key=lambda row: row.number)
-        note = f" The {_CLASS_ROWS} classes of {count(len(report.class_rows))} with the lowest recall."
+        note = f" Shown are the {_CLASS_ROWS} of {count(len(report.class_rows))} classes with the lowest recall."
     headings = (
         "class",
         "inputs",
@@ -238,7 +246,7 @@ def _classes(report: Report) -> list[Child]:
         "confidence",
         "claimed − right",
         "std",
-        "mostly taken for",
+        "most often taken for",
     )
     body = [
         (
@@ -255,9 +263,9 @@ def _classes(report: Report) -> list[Child]:
         for row in rows
     ]
     caption = (
-        f"{report.variants[-1].name.capitalize()}. Recall: the share of the inputs of a class that are taken for it. "
-        "Precision, confidence, their difference and the standard deviation of the confidence: of the inputs that are "
-        f"taken for it. All in per cent.{note}"
+        f"{report.variants[-1].name.capitalize()}. Recall: the share of the inputs of a class that are predicted as "
+        "it. Precision, confidence, their difference and the standard deviation of the confidence are over the "
+        f"inputs predicted as it. All in per cent.{note}"
     )
     return [table("classes-caption", caption, headings, body, words=(8,))]
 
@@ -292,14 +300,14 @@ def _outliers(outliers: Outliers) -> list[Child]:
 
 
 def _linearisation(check: Linearisation | None, report: Report) -> list[Child]:
-    said = element(
+    introduction = element(
         "p",
-        "Error bars come from the delta method, which takes the logits as linear in the parameters. Networks drawn "
-        "from the posterior, run as a whole, show what that leaves out. For a last layer alone nothing is left out, "
+        "Error bars come from the delta method, which treats the logits as linear in the parameters. Whole networks "
+        "drawn from the posterior show what that leaves out. For the last layer alone the delta method is exact, "
         "and only the noise of the draws remains.",
     )
     if check is None:
-        return [said, *_missing(report, "linearisation")]
+        return [introduction, *_missing(report, "linearisation")]
     caption = (
         f"The standard deviation of the most likely class’s probability, for {check.inputs} inputs spread over the "
         f"data: by {check.draws} drawn networks, against the delta method. The median of their ratio is "
@@ -308,7 +316,7 @@ def _linearisation(check: Linearisation | None, report: Report) -> list[Child]:
         f"{percent(check.noise, 2)} is noise of the draws."
     )
     drawing = element("div", charts.linearisation(check), class_="panel")
-    return [said, _figure("Delta method and drawn networks.", caption, drawing)]
+    return [introduction, _figure("Delta method and drawn networks.", caption, drawing)]
 
 
 def _missing(report: Report, word: str) -> list[Child]:

@@ -19,29 +19,29 @@ _Z = 1.959964
 def means(values: Float[Tensor, "N k"], seed: int) -> list[Estimate]:
     """The mean of each column with the basic bootstrap interval [2 mean − q₉₇.₅, 2 mean − q₂.₅].
 
-    All columns are resampled together, so that differences between them are differences in pairs.
+    All columns are resampled together, so that differences between them are paired.
     """
     count, columns = values.shape
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.empty(RESAMPLES, columns, dtype=torch.float64)
+    resamples = torch.empty(RESAMPLES, columns, dtype=torch.float64)
     # One resample at a time: all at once would be a thousand times the inputs.
     for resample in range(RESAMPLES):
-        drawn[resample] = values[torch.randint(count, (count,), generator=generator)].mean(0)
+        resamples[resample] = values[torch.randint(count, (count,), generator=generator)].mean(0)
     middle = values.mean(0)
     tails = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    made = []
+    estimates = []
     for column in range(columns):
         value = float(middle[column])
         if not math.isfinite(value):
-            made.append(Estimate(value, math.nan, math.nan))
+            estimates.append(Estimate(value, math.nan, math.nan))
             continue
-        low, high = drawn[:, column].quantile(tails).tolist()
-        made.append(Estimate(value, 2 * value - high, 2 * value - low))
-    return made
+        low, high = resamples[:, column].quantile(tails).tolist()
+        estimates.append(Estimate(value, 2 * value - high, 2 * value - low))
+    return estimates
 
 
 def share(right: float, count: int) -> Estimate:
-    """right/count with Wilson's interval, which stays inside 0 … 1 and has a width where none or all are right.
+    """right/count with Wilson's interval, which stays within 0 … 1 and has a width even if none or all are right.
 
     >>> share(10, 10).low > 0.7
     True
@@ -72,7 +72,7 @@ def area(inside: Float[Tensor, "N"], outside: Float[Tensor, "K"]) -> Estimate:
 
 def _share_below(reference: Float[Tensor, "N"], values: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
     """For each value the share of the reference below it; equal ones count half."""
-    ordered, queries = reference.double().sort().values, values.double().contiguous()
-    below = torch.searchsorted(ordered, queries)
-    up_to = torch.searchsorted(ordered, queries, right=True)
-    return (below + up_to).double() / (2 * len(ordered))
+    ascending, queries = reference.double().sort().values, values.double().contiguous()
+    below = torch.searchsorted(ascending, queries)
+    up_to = torch.searchsorted(ascending, queries, right=True)
+    return (below + up_to).double() / (2 * len(ascending))

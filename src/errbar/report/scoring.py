@@ -1,4 +1,4 @@
-"""Scores of each way to a PMF with intervals, classes one by one, and what T and T_c do."""
+"""Scores of each variant with intervals, class by class, and the effect of T and T_c."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NAMES = {
 }
 _HISTOGRAM_BINS = 20
 _CURVE_POINTS = 120
-# The curves over T and T_c: so many draws, so many values on each side of the one in use, and a factor at the ends.
+# The curves over T and T_c: draws, values on each side of the one in use, and the factors at the ends.
 _CURVE_SAMPLES = 200
 _STEPS = 7
 _TEMPERATURES, _SCALES = 3.0, 100.0
-# Above so many classes the ridge, which takes the square of the evaluations, would take minutes.
+# The ridge takes the square of the evaluations: with more classes than this it would take minutes.
 _RIDGE_CLASSES = 100
 
 
 def variants(observation: Observation, bins: int, seed: int) -> tuple[Variant, ...]:
-    """All ways to a PMF that there are."""
+    """The network alone, with error bars and, where T or T_c is not 1, calibrated."""
     names = dict(NAMES)
     if AFTER not in observation.pmfs:
         names[BEFORE] = "with error bars"
@@ -63,12 +63,12 @@ def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor,
 
 
 def of_label(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """The probability that each label was given."""
+    """The predicted probability of each label."""
     return pmf.double().gather(1, labels[:, None])[:, 0]
 
 
 def squared_error(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Σ_m (δ_{m,y_n} − f_m(x_n))² of each input, without a matrix of zeros and ones."""
+    """Σ_m (δ_{m,y_n} − f_m(x_n))² of each input, without a one-hot matrix."""
     probability = pmf.double()
     return probability.square().sum(1) - 2 * of_label(pmf, labels) + 1
 
@@ -99,16 +99,16 @@ def class_rows(
     pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], std: Float[Tensor, "N"], names: Sequence[str]
 ) -> tuple[ClassRow, ...]:
     """One row for each class that occurs, as a label or as a prediction."""
-    confidence, predicted = pmf.double().max(1)
+    confidence, prediction = pmf.double().max(1)
     rows = []
     for number in range(pmf.shape[1]):
-        of_class, taken = labels == number, predicted == number
-        if not (of_class.any() or taken.any()):
+        is_label, is_prediction = labels == number, prediction == number
+        if not (is_label.any() or is_prediction.any()):
             continue
-        hits = int((of_class & taken).sum())
-        others = torch.bincount(predicted[of_class & ~taken], minlength=pmf.shape[1])
+        hits = int((is_label & is_prediction).sum())
+        others = torch.bincount(prediction[is_label & ~is_prediction], minlength=pmf.shape[1])
         worst = int(others.argmax())
-        inputs, predictions = int(of_class.sum()), int(taken.sum())
+        inputs, predictions = int(is_label.sum()), int(is_prediction.sum())
         rows.append(
             ClassRow(
                 number=number,
@@ -117,8 +117,8 @@ def class_rows(
                 predicted=predictions,
                 recall=hits / inputs if inputs else math.nan,
                 precision=hits / predictions if predictions else math.nan,
-                confidence=float(confidence[taken].mean()) if predictions else math.nan,
-                std=float(std[taken].mean()) if predictions else math.nan,
+                confidence=float(confidence[is_prediction].mean()) if predictions else math.nan,
+                std=float(std[is_prediction].mean()) if predictions else math.nan,
                 confused_with=f"{names[worst]} ({int(others[worst])})" if int(others[worst]) else None,
             )
         )
@@ -131,7 +131,7 @@ def class_rows(
 def scale_effect(
     observation: Observation, logits: Float[Tensor, "N M"], std: Float[Tensor, "N"], seed: int
 ) -> ScaleEffect:
-    """The posterior against plain temperature scaling with the best T for these very data; see `ScaleEffect`."""
+    """The posterior against plain temperature scaling with the best T for these data; see `ScaleEffect`."""
     labels = observation.labels
     T = best_temperature(logits, labels)
     plain = torch.log_softmax(logits.double() / T, 1).gather(1, labels[:, None])[:, 0]
@@ -141,10 +141,10 @@ def scale_effect(
 
 def best_temperature(logits: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> float:
     """argmin_T −Σ ln softmax(ĝ/T)_y, by golden section in ln T between 0.01 and 100: in 1/T it is convex."""
-    scaled = logits.double()
+    precise_logits = logits.double()
 
     def loss(logarithm: float) -> float:
-        return float(torch.nn.functional.cross_entropy(scaled / math.exp(logarithm), labels))
+        return float(torch.nn.functional.cross_entropy(precise_logits / math.exp(logarithm), labels))
 
     low, high = math.log(1e-2), math.log(1e2)
     golden = (math.sqrt(5) - 1) / 2
@@ -155,24 +155,24 @@ def best_temperature(logits: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> 
 
 
 def scale_curves(
-    held: Sequence[tuple[LogitGaussian, int]], temperature: float, covariance_scale: float, seed: int
+    pairs: Sequence[tuple[LogitGaussian, int]], temperature: float, covariance_scale: float, seed: int
 ) -> ScaleCurves:
     """NLL of these inputs as T and T_c vary around the values in use, all with the same draws."""
-    gaussian = LogitGaussian.concatenated([one for one, _ in held])
-    labels = torch.tensor([label for _, label in held], device=gaussian.mean.device)
+    gaussian = LogitGaussian.concatenated([one for one, _ in pairs])
+    labels = torch.tensor([label for _, label in pairs], device=gaussian.mean.device)
 
     def nll(T: float, scale: float) -> float:
         pmf = gaussian.tempered(T).scaled(scale).predict(_CURVE_SAMPLES, seed).pmf
         return -float(of_label(pmf, labels).log().mean())
 
     temperatures = _around(temperature, _TEMPERATURES)
-    # T_c = 0 has no place on a logarithmic axis; the curve is then that around T_c = 1.
+    # T_c = 0 cannot be shown on a logarithmic axis: then the curve is around T_c = 1.
     scales = _around(covariance_scale or 1.0, _SCALES)
     ridge = None
     if gaussian.mean.shape[1] <= _RIDGE_CLASSES:
         ridge = Curve(scales, tuple(min(nll(T, scale) for T in temperatures) for scale in scales))
     return ScaleCurves(
-        inputs=len(held),
+        inputs=len(pairs),
         temperature=temperature,
         covariance_scale=covariance_scale,
         by_temperature=Curve(temperatures, tuple(nll(T, covariance_scale) for T in temperatures)),

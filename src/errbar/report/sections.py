@@ -1,4 +1,4 @@
-"""The larger parts of the page: the table of scores, the inputs to look at, and where everything comes from."""
+"""The larger parts of the page: the table of scores, the inputs to look at, and the provenance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from errbar.report.wording import prose, table
 
 
 def scores_table(report: Report) -> list[Child]:
-    """Each way to a PMF with its scores, and below each score its interval; the best of each column is bold."""
+    """Each variant with its scores, and below each score its interval; the best of each column is bold."""
     variants = report.variants
     columns: list[tuple[str, list[Child]]] = [
         ("accuracy (%)", _cells([one.accuracy for one in variants], 1, 100.0, largest=True)),
@@ -36,24 +36,24 @@ def _cells(
 ) -> list[Child]:
     """Numbers with their intervals; the best is the smallest, the largest, or the one nearest to zero."""
     ranks = [-one.value if largest else abs(one.value) if nearest else one.value for one in estimates]
-    # What reads the same is equally good.
-    shown = [fixed(scale * one.value, digits) for one in estimates]
-    best = shown[ranks.index(min(ranks))]
+    # Equal texts are equally good.
+    texts = [fixed(scale * one.value, digits) for one in estimates]
+    best = texts[ranks.index(min(ranks))]
     cells: list[Child] = []
-    for one, written in zip(estimates, shown, strict=True):
-        number = element("span", written, class_="best" if written == best else None)
+    for one, text in zip(estimates, texts, strict=True):
+        number = element("span", text, class_="best" if text == best else None)
         cells.append(Markup(number + element("small", span(one, digits, scale))))
     return cells
 
 
 def examples_section(report: Report) -> list[Child]:
-    made: list[Child] = [
+    parts: list[Child] = [
         element(
             "p",
             prose(
-                "Bars are probabilities with their 95\u202f% intervals: blue the prediction, orange the label where "
-                "it is another class. Ellipses are the logits of two classes at one and two standard deviations, "
-                "less the mean over all classes; dots are draws, in the colour of the class that wins, and on the "
+                "Bars are probabilities with their 95\u202f% intervals: blue for the prediction, orange for the label "
+                "if it is another class. Ellipses show the logits of two classes, minus the mean over all classes, "
+                "at one and two standard deviations. Dots are draws, in the colour of the class that wins; on the "
                 "dashed line both are equal."
             ),
         ),
@@ -61,38 +61,36 @@ def examples_section(report: Report) -> list[Child]:
         element("ol", (_card(example) for example in report.uncertain), class_="cards"),
     ]
     if report.wrong:
-        made += [
+        parts += [
             element("h3", "Most confidently wrong"),
             element("ol", (_card(example) for example in report.wrong), class_="cards"),
         ]
     else:
-        made.append(element("p", "No prediction is wrong.", class_="missing"))
-    shown = [example.picture for example in (*report.uncertain, *report.wrong)]
-    if any(picture is not None and picture.stretched for picture in shown):
-        made.append(
-            element(
-                "p", "The inputs are not in 0 … 1; to be seen they are stretched, each by itself.", class_="missing"
-            )
+        parts.append(element("p", "No prediction is wrong.", class_="missing"))
+    pictures = [example.picture for example in (*report.uncertain, *report.wrong)]
+    if any(picture is not None and picture.stretched for picture in pictures):
+        parts.append(
+            element("p", "The inputs are not within 0 … 1; each picture is stretched to that range.", class_="missing")
         )
-    return made
+    return parts
 
 
 def _card(example: ShownInput) -> Markup:
-    """What was said about an input, its picture, its logits and its PMF, side by side."""
-    said: list[Child] = [element("strong", example.predicted)]
+    """The prediction for an input, its picture, its logits and its PMF, side by side."""
+    title: list[Child] = [element("strong", example.predicted)]
     if example.label != example.predicted:
-        said += [", labelled ", element("strong", example.label)]
+        title += [", labelled ", element("strong", example.label)]
     facts = (
         f"input {example.name}",
         f"confidence {percent(example.confidence)} ± {fixed(100 * example.std, 1)}",
         f"entropy {fixed(example.entropy, 2)} nats, {fixed(example.mutual_information, 2)} of it the model’s",
     )
-    words = element("div", element("p", said), [element("p", fact, class_="fact") for fact in facts], class_="words")
+    words = element("div", element("p", title), [element("p", fact, class_="fact") for fact in facts], class_="words")
     picture: Child = None
     if example.picture is not None:
         data = base64.b64encode(example.picture.png).decode("ascii")
-        named = f"Input {example.name}, labelled {example.label}"
-        picture = element("img", src=f"data:image/png;base64,{data}", alt=named, class_="picture")
+        description = f"Input {example.name}, labelled {example.label}"
+        picture = element("img", src=f"data:image/png;base64,{data}", alt=description, class_="picture")
     elif example.numbers:
         picture = element("p", example.numbers, class_="numbers")
     plane = element("div", charts.logit_ellipse(example.ellipse), class_="plane")

@@ -1,4 +1,4 @@
-"""What a report says, as frozen values: computed by the modules beside this one, and drawn by `page`."""
+"""The contents of a report as frozen values: computed by the modules beside this one, shown by `page`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many predictions are in each of equally wide bins of the confidence, and how many of them are wrong."""
+    """The number of predictions, and of wrong ones, in equally wide bins of the confidence."""
 
     count: tuple[int, ...]
     wrong: tuple[int, ...]
@@ -43,7 +43,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to a PMF and how good it is. `gap` is the mean confidence minus the accuracy."""
+    """One way to compute a PMF, with its scores. `gap` is the mean confidence minus the accuracy."""
 
     key: str
     name: str
@@ -63,8 +63,8 @@ class Variant:
 class ScaleEffect:
     """What the covariance does that a temperature alone cannot.
 
-    `gain` is the NLL of plain temperature scaling (T_c = 0), at the `temperature` that is best on the very data of the
-    report, minus the NLL of the posterior, with an interval from pairs: it favours plain temperature scaling.
+    `gain` is the NLL of plain temperature scaling (T_c = 0), at the `temperature` that is best on the data of the
+    report itself, minus the NLL of the posterior, with a paired interval. This favours plain temperature scaling.
     `std` is the mean standard deviation of the probability of the most likely class.
     """
 
@@ -92,7 +92,7 @@ class ScaleCurves:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class: `recall` is the accuracy among its inputs, `precision` that among what was taken for it."""
+    """One class: `recall` is the accuracy among its inputs, `precision` that among the inputs predicted as it."""
 
     number: int
     name: str
@@ -130,7 +130,7 @@ class Ellipse:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file; `stretched` says that its values were not those of a picture and were scaled to be seen."""
+    """A PNG file; `stretched` says that its values were outside 0 … 1 and were rescaled."""
 
     png: bytes
     width: int
@@ -140,7 +140,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class ShownInput:
-    """One input, with what was said about it; a picture where it is one, else some of its numbers."""
+    """One input with its prediction, and its picture or else some of its numbers."""
 
     name: str
     label: str
@@ -157,7 +157,7 @@ class ShownInput:
 
 @dataclass(frozen=True)
 class OutlierRow:
-    """One score: how well it tells the second set from the first, and its medians in both."""
+    """One score: how well it separates the second set from the first, and its median in each."""
 
     name: str
     auroc: Estimate
@@ -168,7 +168,7 @@ class OutlierRow:
 
 @dataclass(frozen=True)
 class Outliers:
-    """A second set, of inputs that do not belong to the first."""
+    """A second set of inputs, which do not belong to the first."""
 
     name: str
     inputs: int
@@ -179,9 +179,9 @@ class Outliers:
 class Linearisation:
     """The delta method against sampling parameters, `draws` networks on `inputs` inputs.
 
-    `distance` is the mean total variation between the PMFs of both, `noise` what of it the draws explain. `ratio` is
-    the median of (standard deviation by parameters)/(by the delta method) of the most likely class, with quartiles,
-    and `points` are these two for each input.
+    `distance` is the mean total variation between the two PMFs, `noise` the part of it that the draws explain. `ratio`
+    is the median of (standard deviation by parameters)/(by the delta method) of the most likely class, with quartiles,
+    and `points` are these two standard deviations for each input.
     """
 
     inputs: int
@@ -194,7 +194,7 @@ class Linearisation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What it all means in plain words: the headline and the sentences below it."""
+    """The result in plain words: the headline and the sentences below it."""
 
     headline: str
     sentences: tuple[str, ...]
@@ -210,7 +210,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Report:
-    """All of a report. `subject` says what it is about, `missing` which parts there are not, and why."""
+    """A whole report. `subject` says what it is about, `missing` which parts were omitted and why."""
 
     subject: str
     inputs: int

@@ -1,4 +1,4 @@
-"""The numbers in plain words: is it over- or under-confident, by how much, and is T_c doing something."""
+"""The numbers in plain words: is it over- or under-confident, by how much, and does T_c help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from errbar.report.values import Estimate, Linearisation, Outliers, ScaleEffect,
 
 
 def direction(gap: Estimate) -> str | None:
-    """ "over-confident" or "under-confident" where the interval says which, else None.
+    """ "over-confident" or "under-confident" if the interval excludes zero, else None.
 
     >>> direction(Estimate(0.02, 0.01, 0.03)), direction(Estimate(0.02, -0.01, 0.05))
     ('over-confident', None)
@@ -43,7 +43,7 @@ def headline(network: Variant, final: Variant) -> str:
     before, after = direction(network.gap), direction(final.gap)
     size = points(abs(final.gap.value))
     if before is None and after is None:
-        return "Well calibrated on average, without error bars and with them."
+        return "Well calibrated on average, with and without error bars."
     if before is None:
         return f"The network alone is well calibrated on average; with error bars it is {after} by {size}."
     alone = f"The network alone is {before} by {points(abs(network.gap.value))}"
@@ -56,29 +56,29 @@ def headline(network: Variant, final: Variant) -> str:
 
 def _of_network(network: Variant, inputs: int) -> str:
     way = direction(network.gap)
-    said = (
+    opening = (
         f"Of {count(inputs)} inputs the network is right about {percent(network.accuracy.value)} and claims "
         f"{percent(network.confidence)} on average: "
     )
     interval = f"95\u202f% interval {span(network.gap)}"
     if way is None:
-        return f"{said}a difference of {points(network.gap.value)} ({interval}), which may be chance."
-    return f"{said}{way} by {points(abs(network.gap.value))} (claimed minus right: {interval})."
+        return f"{opening}a difference of {points(network.gap.value)} ({interval}), which may be chance."
+    return f"{opening}{way} by {points(abs(network.gap.value))} (claimed minus right: {interval})."
 
 
 def _of_final(network: Variant, final: Variant) -> str:
     way = direction(final.gap)
-    said = (
+    text = (
         f"With the error bars averaged in{' and calibrated' if final.key.startswith('after') else ''} it claims "
         f"{percent(final.confidence)} and is right about {percent(final.accuracy.value)}: "
     )
     if way is None:
-        said += (
+        text += (
             f"a difference of {points(final.gap.value)} (95\u202f% interval {span(final.gap)}), which may be chance. "
         )
     else:
-        said += f"{way} by {points(abs(final.gap.value))} (claimed minus right: 95\u202f% interval {span(final.gap)}). "
-    return said + (
+        text += f"{way} by {points(abs(final.gap.value))} (claimed minus right: 95\u202f% interval {span(final.gap)}). "
+    return text + (
         f"The calibration error (ECE) goes from {percent(network.ece.value)} ({span(network.ece)}) to "
         f"{percent(final.ece.value)} ({span(final.ece)}), the NLL from {fixed(network.nll.value, 4)} to "
         f"{fixed(final.nll.value, 4)}."
@@ -86,56 +86,56 @@ def _of_final(network: Variant, final: Variant) -> str:
 
 
 def _of_scale(effect: ScaleEffect, T: float, scale: float) -> str:
-    """Whether the covariance does what a temperature alone would not do as well."""
+    """Whether the covariance does more than a temperature alone."""
     if scale == 0:
         return "T_c is 0, which switches the error bars off: this is plain temperature scaling."
     gain = effect.gain
     about = f"T_c is {significant(scale)} and T is {significant(T)}. "
     bars = (
         f"The probability of the most likely class has a standard deviation of {points(effect.std)} on average, "
-        "which a temperature does not give at all."
+        "which no temperature gives."
     )
     rival = (
-        f"plain temperature scaling (T_c = 0), even with its T, {significant(effect.temperature)}, chosen on these "
-        "very data"
+        f"plain temperature scaling (T_c = 0), even with its T ({significant(effect.temperature)}) chosen on these "
+        "same data"
     )
-    size = f"{significant(abs(gain.value), 2)} nats an input (gain: 95\u202f% interval {span(gain, 4, 1.0)})"
+    size = f"{significant(abs(gain.value), 2)} nats per input (gain: 95\u202f% interval {span(gain, 4, 1.0)})"
     if not math.isfinite(gain.value):
         return (
             about
-            + "A label was given probability zero, so that the NLL is infinite: T_c cannot be judged by it. "
+            + "The predicted probability of a label was zero, so the NLL is infinite and says nothing about T_c. "
             + bars
         )
     if gain.low > 0:
         return (
-            f"{about}The covariance does something for the probabilities: the NLL is lower than that of {rival}, by "
+            f"{about}The covariance improves the probabilities: the NLL is lower than that of {rival}, by "
             f"{size}. {bars}"
         )
     if gain.high < 0:
         return (
-            f"{about}For the probabilities alone, T_c does not pay here: plain temperature scaling (T_c = 0) has a "
-            f"lower NLL, by {size}; its T, {significant(effect.temperature)}, was chosen on these very data, which "
+            f"{about}For the probabilities alone, T_c does not pay off here: plain temperature scaling (T_c = 0) has a "
+            f"lower NLL, by {size}; its T ({significant(effect.temperature)}) was chosen on these same data, which "
             f"favours it. {bars}"
         )
     return (
-        f"{about}For the probabilities alone, T_c does nothing that a temperature could not do: against {rival}, the "
-        f"NLL differs by {size}, which may be chance. {bars}"
+        f"{about}For the probabilities alone, T_c does nothing that a temperature could not: compared with {rival}, "
+        f"the NLL differs by {size}, which may be chance. {bars}"
     )
 
 
 def _of_linearisation(check: Linearisation) -> str:
-    said = (
+    opening = (
         f"The linearisation was checked with {check.draws} networks drawn from the posterior: PMFs differ by "
-        f"{percent(check.distance)} in total variation on average, of which {percent(check.noise)} is noise of the "
+        f"{percent(check.distance)} in total variation on average, of which {percent(check.noise)} is noise from the "
         "draws"
     )
     if not math.isfinite(check.ratio.value):
-        return f"{said}."
+        return f"{opening}."
     if check.distance <= 2 * check.noise and 0.8 <= check.ratio.value <= 1.25:
-        return f"{said}: no sign against it."
+        return f"{opening}: nothing speaks against it."
     wider = "wider" if check.ratio.value > 1 else "narrower"
     return (
-        f"{said}, and the drawn networks spread {wider} than the delta method says, by a factor of "
+        f"{opening}, and the drawn networks spread {wider} than the delta method says, by a factor of "
         f"{fixed(check.ratio.value, 2)}."
     )
 

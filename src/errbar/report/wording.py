@@ -17,7 +17,7 @@ def prose(sentence: str) -> Markup:
     >>> prose("T_c < T")
     '<i>T</i><sub>c</sub> &lt; <i>T</i>'
     """
-    return Markup(_SYMBOL.sub(lambda found: _SET[found[0]], text(sentence)))
+    return Markup(_SYMBOL.sub(lambda match: _SET[match[0]], text(sentence)))
 
 
 def table(
@@ -28,9 +28,9 @@ def table(
     *,
     words: Sequence[int] = (),
 ) -> Markup:
-    """A table whose first column names the rows, and its caption above it, which stays where the table is scrolled.
+    """A table whose first column names the rows, below its caption, which stays in place as the table scrolls.
 
-    It can be scrolled sideways where it is too wide, also by keys. `words` are the columns that hold words.
+    A wide table scrolls sideways, with the keyboard too. `words` are the columns that hold words.
     """
 
     def kind(column: int) -> str | None:
@@ -45,11 +45,11 @@ def table(
         )
         for row in rows
     ]
-    made = element("table", element("thead", element("tr", head)), element("tbody", body), aria_labelledby=anchor)
-    said = element("p", prose(caption), id=anchor, class_="caption")
-    return Markup(said + scrolled(made, anchor))
+    grid = element("table", element("thead", element("tr", head)), element("tbody", body), aria_labelledby=anchor)
+    title = element("p", prose(caption), id=anchor, class_="caption")
+    return Markup(title + scrolled(grid, anchor))
 
 
 def scrolled(inside: Markup, anchor: str) -> Markup:
-    """A part of the page that can be scrolled sideways; it needs a name, and the focus of the keyboard."""
+    """A part of the page that scrolls sideways; it needs a name and must be able to take the keyboard focus."""
     return element("div", inside, class_="scroll", tabindex="0", role="group", aria_labelledby=anchor)
