@@ -287,7 +287,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     futures = [batcher.submit(0, 1)]
     assert gate.entered.wait(20)
     futures += [batcher.submit(1, 6), batcher.submit(2, 4)]
-    with pytest.raises(Refusal, match=r"The queue is full: 10 inputs wait, and it holds 10") as refused:
+    with pytest.raises(Refusal, match=r"The queue is full: 10 inputs are waiting, and it holds 10") as refused:
         batcher.submit(3, 1)
     assert refused.value.status == 429
     assert int(refused.value.headers["Retry-After"]) >= 1
@@ -377,10 +377,10 @@ def test_what_is_not_painted_is_paper() -> None:
     ("text", "match"),
     [
         ("%%%", "is not base64"),
-        ("aGVsbG8=", "cannot be read; expected one of PNG"),
+        ("aGVsbG8=", "cannot be read; expected an undamaged file in one of the formats PNG"),
         (serving.png([[255] * 9] * 9)[:40], "not base64|cannot be read"),
         (serving.png([[255] * 9] * 9), "The picture is empty"),
-        (serving.png([[0] * 200] * 200), r"has 200 × 200 pixels; expected 10,000 at most"),
+        (serving.png([[0] * 200] * 200), r"has 200 × 200 pixels; expected at most 10,000"),
     ],
 )
 def test_what_is_no_picture_is_refused_in_words(text: str, match: str) -> None:
@@ -421,7 +421,7 @@ def test_two_posteriors_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "match"),
-    [({"inputs": 0}, "inputs is 0; expected a positive number"), ({"inputs": 600}, "takes at least")],
+    [({"inputs": 0}, "inputs is 0; expected a positive number"), ({"inputs": 600}, "room for at least")],
 )
 def test_limits_that_cannot_be_meant_are_refused(limits: dict[str, int], match: str) -> None:
     with pytest.raises(ArgumentError, match=match):

@@ -1,6 +1,6 @@
-"""`errbar serve`: a posterior behind HTTP, and a page where its error bars can be seen and touched.
+"""`errbar serve`: a posterior behind HTTP, and a page that shows its error bars.
 
-`served` is what is served and `digits` what is served when nothing is given; `schemas` says what may be asked,
-`answers` computes it, `batching` puts requests together; `guard`, `connection` and `record` keep the door; `app` has
-the routes, `server` runs them. `page/` is plain HTML, CSS and JavaScript.
+`service` is what is served, and `digits` the default model; `schemas` defines requests and answers, `compute` computes
+the answers, and `batching` joins requests. `guard`, `connection` and `telemetry` protect and log the service; `app` has
+the routes, and `server` runs them. `page/` is plain HTML, CSS and JavaScript.
 """

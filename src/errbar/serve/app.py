@@ -1,4 +1,4 @@
-"""The routes: a request is read, checked and queued, and its answer sent; errors of the library become sentences."""
+"""The routes: a request is read, checked and queued, and its answer sent; errors become sentences."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def application(
 
 
 class Desk:
-    """What the routes share: the queue, the counters, and how inputs are read."""
+    """What the routes share: the queue, the counters, and the reading of inputs."""
 
     def __init__(self, service: Service, limits: Limits) -> None:
         self.service, self.limits = service, limits
@@ -72,7 +72,7 @@ class Desk:
         self._decoders: anyio.CapacityLimiter | None = None
 
     async def answer(self, request: Request, work: Work, inputs: int) -> Answer:
-        """Queue a work, and wait for its answer no longer than the limit."""
+        """Queue work, and wait for its answer, up to the time limit."""
         request.scope["errbar"] = {"inputs": inputs}
         future = asyncio.wrap_future(self.batcher.submit(work, inputs))
         try:
@@ -85,33 +85,33 @@ class Desk:
             ) from None
 
     async def inputs(self, body: Any, served: Served) -> Tensor:
-        """What a request's inputs or images are for the network."""
+        """A request's inputs or images as a tensor for the network."""
         if body.inputs is not None:
             return served.tensor(body.inputs)
         rule = served.pictures
         if rule is None:
             raise DataError(
-                "This model takes no pictures, or it is not known how large they should be; expected inputs. The "
-                "service can be started with --input-shape, for example 3x32x32."
+                "This model takes no pictures, or their size is unknown; expected inputs. For pictures, start the "
+                "service with --input-shape, for example 3x32x32."
             )
-        # Decoding takes time and memory: elsewhere than in the event loop, and few at once.
+        # Decoding takes time and memory: do it outside the event loop, and only a few at once.
         if self._decoders is None:
             self._decoders = anyio.CapacityLimiter(_DECODERS)
-        read = partial(_read_pictures, rule, body.images, self.limits.pixels)
-        return await anyio.to_thread.run_sync(read, limiter=self._decoders)
+        reader = partial(_read_pictures, rule, body.images, self.limits.pixels)
+        return await anyio.to_thread.run_sync(reader, limiter=self._decoders)
 
     def require_small(self, rows: int, classes: int, samples: int) -> None:
         if rows * classes * samples > LARGEST:
             raise DataError(
                 f"{rows} inputs of {classes} classes with {samples} samples are {rows * classes * samples:,} numbers; "
-                f"expected {LARGEST:,} at most. Ask for fewer inputs or samples at once."
+                f"expected at most {LARGEST:,}. Ask for fewer inputs or samples at once."
             )
 
     def require_joint(self, frames: int, classes: int) -> None:
         if (frames * classes) ** 2 > LARGEST:
             raise DataError(
                 f"{frames} frames of {classes} classes have a joint covariance of {(frames * classes) ** 2:,} numbers; "
-                f"expected {LARGEST:,} at most. Fuse fewer frames at once."
+                f"expected at most {LARGEST:,}. Fuse fewer frames at once."
             )
 
 
@@ -130,22 +130,22 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         version=errbar.__version__,
         description="Error bars on the class probabilities of a neural-network classifier.",
         lifespan=lifespan,
-        docs_url=None,  # They would load scripts from elsewhere.
+        docs_url=None,  # It would load scripts from other sites.
         redoc_url=None,
     )
     predict_model, fuse_model, risk_model = models = schemas.request_models(desk.service, desk.limits)
     _add_errors(app)
 
     async def predict(request: Request) -> Response:
-        """PMFs with error bars of some inputs."""
+        """PMFs of inputs, with error bars."""
         body = await _parsed(request, predict_model)
         served = desk.service.member(body.posterior)
         x = await desk.inputs(body, served)
         desk.require_small(len(x), len(served.classes), body.samples)
-        wanted = frozenset(body.include)
-        told = await desk.answer(request, Predict(served, x, _options(body, body.risk, wanted)), len(x))
-        answer = _about(body, served) | {"level": body.level, "predictions": told}
-        if "input" in wanted:
+        extras = frozenset(body.include)
+        predictions = await desk.answer(request, Predict(served, x, _options(body, body.risk, extras)), len(x))
+        answer = _about(body, served) | {"level": body.level, "predictions": predictions}
+        if "input" in extras:
             answer["inputs"] = x.tolist()
         return JSONResponse(answer)
 
@@ -157,7 +157,7 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         if body.gaussians is not None:
             over, rows = "gaussians", len(body.gaussians)
             classes = len(body.gaussians[0].mean)
-            work = _given_gaussians(body, options, desk.service.first)
+            work = _gaussians(body, options, desk.service.first)
         elif body.over == "posteriors":
             over, members = "posteriors", desk.service.members
             _require_same_classes(members)
@@ -171,27 +171,27 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
             desk.require_joint(rows, classes)
             work = FuseFrames(served, x, options)
         desk.require_small(rows, classes, body.samples)
-        told = await desk.answer(request, work, rows)
+        objects = await desk.answer(request, work, rows)
         common = {"samples": body.samples, "seed": body.seed, "level": body.level}
-        return JSONResponse({"over": over, **common, "objects": told})
+        return JSONResponse({"over": over, **common, "objects": objects})
 
     async def risk(request: Request) -> Response:
-        """Pr{f_m > γ_m}: how probable it is that a class is more probable than can be accepted."""
+        """Pr{f_m > γ_m}: the probability that a class is more probable than is acceptable."""
         body = await _parsed(request, risk_model)
         served = desk.service.member(body.posterior)
         x = await desk.inputs(body, served)
         desk.require_small(len(x), len(served.classes), body.samples)
-        told = await desk.answer(request, Predict(served, x, _options(body, body.thresholds)), len(x))
-        given = body.thresholds
+        predictions = await desk.answer(request, Predict(served, x, _options(body, body.thresholds)), len(x))
+        thresholds = body.thresholds
         answer = _about(body, served)
-        answer["thresholds"] = given if isinstance(given, list) else [given] * len(served.classes)
+        answer["thresholds"] = thresholds if isinstance(thresholds, list) else [thresholds] * len(served.classes)
         answer["risks"] = [
             {"risk": one["risk"], "pmf": one["pmf"], "worst": served.classes[one["risk"].index(max(one["risk"]))]}
-            for one in told
+            for one in predictions
         ]
         return JSONResponse({name: answer[name] for name in schemas.RiskAnswer.model_fields})
 
-    for path, function, model, answered in (
+    for path, function, model, answer_model in (
         ("/v1/predict", predict, predict_model, schemas.PredictAnswer),
         ("/v1/fuse", fuse, fuse_model, schemas.FuseAnswer),
         ("/v1/risk", risk, risk_model, schemas.RiskAnswer),
@@ -202,7 +202,7 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
             function,
             methods=["POST"],
             response_class=JSONResponse,
-            responses={200: {"model": answered}, **_problems(400, 401, 408, 413, 415, 421, 422, 429, 503)},
+            responses={200: {"model": answer_model}, **_problems(400, 401, 408, 413, 415, 421, 422, 429, 503)},
             openapi_extra={"requestBody": {"required": True, "content": content}},
         )
     _add_reading(app, desk)
@@ -211,14 +211,14 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
 
 
 def _add_reading(app: FastAPI, desk: Desk) -> None:
-    """What is there to read: the model, whether the service lives, its counters, and the page."""
+    """The routes for reading: the model, the health of the service, its counters, and the page."""
 
     async def model() -> Response:
         """What is served: classes, inputs, calibration and limits."""
-        return JSONResponse(_described(desk.service, desk.limits))
+        return JSONResponse(_description(desk.service, desk.limits))
 
     async def healthz() -> Response:
-        """200 where requests are computed, else 503."""
+        """200 if requests are being computed, else 503."""
         alive = desk.batcher.is_alive
         content = {"status": "ok" if alive else "stopped", "queued_inputs": desk.batcher.queued_inputs}
         return JSONResponse(content, 200 if alive else 503)
@@ -243,26 +243,26 @@ def _add_reading(app: FastAPI, desk: Desk) -> None:
 
 
 async def _parsed(request: Request, model: type[BaseModel]) -> Any:
-    """The body as `model` has it, or a refusal that says where it is not."""
+    """The body as `model`, or a refusal that says where it is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, "The request is no JSON; expected a body in JSON and 'Content-Type: application/json'.")
+        raise Refusal(415, "The request is not JSON; expected a JSON body and 'Content-Type: application/json'.")
     try:
         body = model.model_validate_json(await request.body())
     except ValidationError as error:
         raise _refused(error) from None
-    given = [name for name in ("inputs", "images", "gaussians") if getattr(body, name, None) is not None]
-    if len(given) != 1:
+    sources = [name for name in ("inputs", "images", "gaussians") if getattr(body, name, None) is not None]
+    if len(sources) != 1:
         names = [name for name in ("inputs", "images", "gaussians") if name in model.model_fields]
-        raise Refusal(422, f"There are {len(given)} of {', '.join(names)}; expected exactly one of them.")
+        raise Refusal(422, f"There are {len(sources)} of {', '.join(names)}; expected exactly one of them.")
     return body
 
 
 def _refused(error: ValidationError) -> Refusal:
-    """The first mistake, by its place. What was there instead is not repeated: it may be large, or private."""
+    """The first mistake and its place. Its value is not repeated: it may be large or private."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
-        return Refusal(400, f"The request is no JSON. {first['msg']}.")
+        return Refusal(400, f"The request is not JSON. {first['msg']}.")
     place = ".".join(str(part)[:40] for part in first["loc"][:6]) or "The request"
     return Refusal(422, f"{place}: {first['msg'].rstrip('.')}. GET /openapi.json says what is expected.")
 
@@ -273,33 +273,33 @@ def _options(body: Any, thresholds: Any, include: frozenset[str] = frozenset()) 
 
 
 def _about(body: Any, served: Served) -> dict[str, Any]:
-    chosen = served.posterior.with_calibration(temperature=body.temperature, covariance_scale=body.covariance_scale)
+    posterior = served.posterior.with_calibration(temperature=body.temperature, covariance_scale=body.covariance_scale)
     return {
         "posterior": served.name,
         "samples": body.samples,
         "seed": body.seed,
-        "temperature": chosen.temperature,
-        "covariance_scale": chosen.covariance_scale,
+        "temperature": posterior.temperature,
+        "covariance_scale": posterior.covariance_scale,
     }
 
 
-def _given_gaussians(body: Any, options: AnswerOptions, first: Served) -> FuseGaussians:
+def _gaussians(body: Any, options: AnswerOptions, first: Served) -> FuseGaussians:
     if options.temperature is not None or options.covariance_scale is not None:
-        raise ArgumentError("Given gaussians have T and T_c in them already; expected neither in the request.")
-    made = []
-    for given in body.gaussians:
+        raise ArgumentError("Gaussians already include T and T_c; expected neither in the request.")
+    gaussians = []
+    for source in body.gaussians:
         try:
-            mean = torch.tensor([given.mean], dtype=torch.float64)
-            covariance = torch.tensor([given.covariance], dtype=torch.float64)
+            mean = torch.tensor([source.mean], dtype=torch.float64)
+            covariance = torch.tensor([source.covariance], dtype=torch.float64)
         except ValueError as error:
             raise MismatchError("A covariance is ragged; expected as many rows and columns as classes.") from error
-        # Checked in float32, because the numbers may come from there: centred, they have an eigenvalue of zero, which
-        # its rounding takes below zero. Fusion does not look at that direction.
+        # Checked in float32, because the numbers may have been computed in it: centred covariances have an eigenvalue
+        # of zero, which rounding may take below zero. Fusion ignores that direction.
         errbar.LogitGaussian(mean.float(), covariance.float())
-        made.append(errbar.LogitGaussian(mean, FullCovariance(covariance)))
-    count = made[0].mean.shape[1]
+        gaussians.append(errbar.LogitGaussian(mean, FullCovariance(covariance)))
+    count = gaussians[0].mean.shape[1]
     names = first.classes if len(first.classes) == count else tuple(str(number) for number in range(count))
-    return FuseGaussians(names, tuple(made), options)
+    return FuseGaussians(names, tuple(gaussians), options)
 
 
 def _require_same_classes(members: Sequence[Served]) -> None:
@@ -309,7 +309,7 @@ def _require_same_classes(members: Sequence[Served]) -> None:
         raise MismatchError("The posteriors served have different classes; expected the same to fuse them.")
 
 
-def _described(service: Service, limits: Limits) -> dict[str, Any]:
+def _description(service: Service, limits: Limits) -> dict[str, Any]:
     served = service.first
     information = served.posterior.information
     rule, reference = served.pictures, served.reference
@@ -339,12 +339,12 @@ def _described(service: Service, limits: Limits) -> dict[str, Any]:
 
 
 def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    found: dict[int | str, dict[str, Any]] = {status: {"model": schemas.Problem} for status in statuses}
+    responses: dict[int | str, dict[str, Any]] = {status: {"model": schemas.Problem} for status in statuses}
     for status in (429, 503):
-        if status in found:
+        if status in responses:
             header = {"description": "Seconds to wait before asking again.", "schema": {"type": "integer"}}
-            found[status] = {**found[status], "headers": {"Retry-After": header}}
-    return found
+            responses[status] = {**responses[status], "headers": {"Retry-After": header}}
+    return responses
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -363,7 +363,7 @@ def _add_errors(app: FastAPI) -> None:
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         sentences = {
-            404: "There is nothing at this address; GET /openapi.json lists what there is.",
+            404: "There is nothing at this address; GET /openapi.json lists all addresses.",
             405: "This address does not take that method; GET /openapi.json says which it takes.",
         }
         sentence = sentences.get(error.status_code, f"{error.detail}.")
@@ -379,19 +379,19 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _document(app: FastAPI, models: Sequence[type[BaseModel]], token: str | None) -> dict[str, Any]:
-    """The OpenAPI document, made once: what FastAPI knows, with the models of the requests."""
+    """The OpenAPI document, made once: FastAPI's own, plus the models of the requests."""
     if app.openapi_schema is None:
-        made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, extra = models_json_schema(
             [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
         )
-        components = made.setdefault("components", {})
+        components = document.setdefault("components", {})
         components.setdefault("schemas", {}).update(extra.get("$defs", {}))
         if token is not None:
             components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-            for path, operations in made["paths"].items():
+            for path, operations in document["paths"].items():
                 if path != "/healthz":
                     for operation in operations.values():
                         operation["security"] = [{"token": []}]
-        app.openapi_schema = json.loads(json.dumps(made))
+        app.openapi_schema = json.loads(json.dumps(document))
     return app.openapi_schema

@@ -1,8 +1,8 @@
-"""A bounded queue and one thread that computes what waits in it, together.
+"""A bounded queue, and one thread that computes its contents in batches.
 
-No request waits for others to come: the thread takes what is there, up to a batch. While it computes the next ones
-arrive, so batches grow with the load and a request alone is answered at once. A timer that holds requests back to fill
-batches was left out: it costs latency exactly when the service has nothing to do.
+No request waits for others: the thread takes what is there, up to one batch. While it computes, the next requests
+arrive, so batches grow with the load, and a lone request is answered at once. There is no timer that holds requests
+back to fill batches: it would cost latency exactly when the service is idle.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Job(Generic[Work, Answer]):
 
 
 class Batcher(Generic[Work, Answer]):
-    """`compute` maps a list of works to the list of their answers; it is called by one thread only.
+    """`compute` maps a list of work items to their answers; only one thread calls it.
 
-    Where it raises, each work of the batch is computed alone, so that one bad input spoils no other's answer.
-    `observe(inputs, seconds)` is told of each batch.
+    If it raises, each item of the batch is computed alone, so that one bad input does not affect other answers.
+    `observe(inputs, seconds)` is called after each batch.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Batcher(Generic[Work, Answer]):
         return self._thread.is_alive()
 
     def submit(self, work: Work, inputs: int) -> Future[Answer]:
-        """Queue a work that has so many inputs; a refusal (429) where there is no room for it."""
+        """Queue work with this number of inputs; raises a refusal (429) if there is no room for it."""
         job: _Job[Work, Answer] = _Job(work, inputs)
         with self._changed:
             if self._closed:
                 raise busy("The service is stopping and takes no more requests; ask again when it is back.", 5, 503)
             if self._inputs + inputs > self._limits.queue_inputs:
                 raise busy(
-                    f"The queue is full: {self._inputs} inputs wait, and it holds {self._limits.queue_inputs}. Try "
-                    "again after the seconds in Retry-After.",
+                    f"The queue is full: {self._inputs} inputs are waiting, and it holds {self._limits.queue_inputs}. "
+                    "Try again after the seconds in Retry-After.",
                     self._inputs * self._seconds_per_input,
                 )
             self._jobs.append(job)
@@ -79,7 +79,7 @@ class Batcher(Generic[Work, Answer]):
         return job.future
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish what was accepted, and accept nothing more."""
+        """Accept nothing more, and finish what was accepted."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -87,29 +87,29 @@ class Batcher(Generic[Work, Answer]):
 
     def _run(self) -> None:
         while jobs := self._take():
-            # Whoever has stopped waiting for an answer gets none.
-            wanted = [job for job in jobs if job.future.set_running_or_notify_cancel()]
-            if not wanted:
+            # Clients that stopped waiting get no answer.
+            live_jobs = [job for job in jobs if job.future.set_running_or_notify_cancel()]
+            if not live_jobs:
                 continue
             start = time.perf_counter()
-            self._finish(wanted)
-            seconds, inputs = time.perf_counter() - start, sum(job.inputs for job in wanted)
+            self._finish(live_jobs)
+            seconds, inputs = time.perf_counter() - start, sum(job.inputs for job in live_jobs)
             self._seconds_per_input += 0.2 * (seconds / inputs - self._seconds_per_input)
             self._observe(inputs, seconds)
 
     def _take(self) -> list[_Job[Work, Answer]]:
-        """The next batch: at least one job, none at the end."""
+        """The next batch: at least one job, or none once the queue is closed."""
         with self._changed:
             while not self._jobs and not self._closed:
                 self._changed.wait()
-            taken: list[_Job[Work, Answer]] = []
+            batch: list[_Job[Work, Answer]] = []
             room = float(self._limits.batch_inputs)
-            while self._jobs and (not taken or self._jobs[0].inputs <= room):
+            while self._jobs and (not batch or self._jobs[0].inputs <= room):
                 job = self._jobs.popleft()
-                taken.append(job)
+                batch.append(job)
                 self._inputs -= job.inputs
                 room -= job.inputs if self._limits.batch_inputs > 1 else math.inf
-            return taken
+            return batch
 
     def _finish(self, jobs: Sequence[_Job[Work, Answer]]) -> None:
         try:

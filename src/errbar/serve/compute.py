@@ -1,7 +1,7 @@
-"""What is computed for requests: many predictions in one run of the network, and each fusion by itself.
+"""The computation of answers: many predictions in one run of the network, and each fusion by itself.
 
-A request's numbers are those of `posterior.predict(x, samples, seed)`. The draws depend on the seed alone, so the other
-requests of a batch change nothing but the rounding of matrix products (docs/design.md says how much that is).
+A request's numbers are those of `posterior.predict(x, samples, seed)`. The draws depend on the seed alone, so other
+requests in a batch change only the rounding of matrix products (docs/design.md says by how much).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from errbar._distributions.sampling import GivenSampler, standard_normal
 from errbar.errors import ArgumentError
 from errbar.serve.service import Served
 
-# Sample points of the logits that are sent to be drawn.
+# Draws of the logits that are sent for plotting.
 POINTS = 200
-# Samples of one request that are kept while its statistics are computed; more are drawn anew for each of them.
-_KEPT = 2**21
+# Samples of one request stored while its statistics are computed; if there are more, each statistic redraws them.
+_STORED = 2**21
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a request chooses; T and T_c are the posterior's own where they are None.
+    """The choices of a request; where T or T_c is None, the posterior's own is used.
 
-    `thresholds` are γ for each class or one for all, None where no risk is asked for.
+    `thresholds` are γ, one per class or one for all; None if no risk is requested.
     """
 
     temperature: float | None = None
@@ -71,7 +71,7 @@ class FusePosteriors:
 
 @dataclass(frozen=True, eq=False)
 class FuseGaussians:
-    """Logits of one object, as several classifiers, perhaps elsewhere, have told them."""
+    """Logits of one object from several classifiers, perhaps of other services."""
 
     classes: tuple[str, ...]
     gaussians: tuple[LogitGaussian, ...]
@@ -83,7 +83,7 @@ Answer = list[dict[str, Any]]
 
 
 def compute(works: Sequence[Work]) -> list[Answer]:
-    """The answers to some works, in their order."""
+    """The answers to work items, in their order."""
     answers: dict[int, Answer] = {}
     groups: dict[tuple[Any, ...], list[int]] = {}
     for place, work in enumerate(works):
@@ -93,13 +93,13 @@ def compute(works: Sequence[Work]) -> list[Answer]:
         else:
             answers[place] = [_fused(work)] if not isinstance(work, FusePosteriors) else _fused_posteriors(work)
     for places in groups.values():
-        found = predict_together([works[place] for place in places])  # type: ignore[misc]
-        answers.update(zip(places, found, strict=True))
+        group_answers = predict_together([works[place] for place in places])  # type: ignore[misc]
+        answers.update(zip(places, group_answers, strict=True))
     return [answers[place] for place in range(len(works))]
 
 
 def predict_together(works: Sequence[Predict]) -> list[Answer]:
-    """One run of the network for all; one sampling, and its statistics, for those with the same options."""
+    """One run of the network for all; one sampling, with its statistics, per set of options."""
     served = works[0].served
     logits = served.plain.unrounded_logits(torch.cat([work.x for work in works]))
     rows: list[slice] = []
@@ -113,26 +113,26 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
     for options, places in kinds.items():
         alone = len(kinds) == 1
         plain = logits if alone else LogitGaussian.concatenated([logits[rows[place]] for place in places])
-        chosen = _calibrated(served, options)
-        told = _told(plain.tempered(chosen.temperature).scaled(chosen.covariance_scale), options)
+        posterior = _calibrated(served, options)
+        result = _result(plain.tempered(posterior.temperature).scaled(posterior.covariance_scale), options)
         scores = served.outlier_scores(plain) if "outlier" in options.include else None
-        described = iter(told.described(served.classes, options, served, scores))
+        descriptions = iter(result.described(served.classes, options, served, scores))
         for place in places:
-            answers[place] = [next(described) for _ in range(len(works[place].x))]
+            answers[place] = [next(descriptions) for _ in range(len(works[place].x))]
     return [answers[place] for place in range(len(works))]
 
 
-def kept(prediction: Prediction) -> Prediction:
-    """The same with its samples kept, where they are few: each statistic would draw them anew."""
+def with_stored_samples(prediction: Prediction) -> Prediction:
+    """The same prediction with its samples stored, if they are few: otherwise each statistic would redraw them."""
     sampler = prediction.sampler
-    if prediction.pmf.numel() * sampler.samples > _KEPT or sampler.draws != "random":
+    if prediction.pmf.numel() * sampler.samples > _STORED or sampler.draws != "random":
         return prediction
     return Prediction(prediction.pmf, GivenSampler(sampler.block(0, sampler.rows)), prediction.jitter)
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What is known of some inputs: their logits, and their PMFs."""
+class Result:
+    """The logits and the PMFs of some inputs."""
 
     gaussian: LogitGaussian
     prediction: Prediction
@@ -144,7 +144,7 @@ class Told:
         served: Served | None = None,
         outlier_scores: Tensor | None = None,
     ) -> Answer:
-        """One mapping an input, ready for JSON; `outlier_scores` are those of `Served.outlier_scores`."""
+        """One mapping per input, ready for JSON; `outlier_scores` come from `Served.outlier_scores`."""
         prediction, include = self.prediction, options.include
         lower, upper = prediction.interval(options.level)
         columns: dict[str, Any] = {
@@ -175,17 +175,17 @@ class Told:
         names = list(columns)
         answers: Answer = []
         for values in zip(*columns.values(), strict=True):
-            made = dict(zip(names, values, strict=True))
-            answers.append({"class": classes[made["label"]], **made})
+            entry = dict(zip(names, values, strict=True))
+            answers.append({"class": classes[entry["label"]], **entry})
         return answers
 
 
 def _standard_error(prediction: Prediction) -> list[Any]:
-    """One list an input; None for the NaN of one sample, which JSON has no word for."""
+    """One list per input; None for the NaN of one sample, which JSON cannot express."""
     if prediction.sampler.samples == 1:
         return [None] * len(prediction)
-    found: list[Any] = prediction.standard_error.tolist()
-    return found
+    errors: list[Any] = prediction.standard_error.tolist()
+    return errors
 
 
 def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tensor:
@@ -201,21 +201,21 @@ def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tenso
 
 def _points(gaussian: LogitGaussian, pmf: Tensor, options: AnswerOptions) -> list[dict[str, Any]]:
     """The first draws of the logits of the two leading classes, centred over all classes: the same draws as the PMF."""
-    # All draws and not the first few: those of another number of samples are other draws.
+    # All draws, not just the first few: another number of samples gives other draws.
     root = gaussian.sampling_root().whole()
     normal = standard_normal(options.samples, root.shape[-1], options.seed, gaussian.mean)[:POINTS].T
-    leading = pmf.topk(2).indices
-    found = []
-    for row, pair in enumerate(leading.tolist()):
+    leaders = pmf.topk(2).indices
+    points = []
+    for row, pair in enumerate(leaders.tolist()):
         spread = root[row] @ normal if root.ndim == 3 else root[row][:, None] * normal
         logits = gaussian.mean[row][:, None] + spread
         logits = logits - logits.mean(0, keepdim=True)
-        found.append({"classes": pair, "logits": logits[pair].T.tolist()})
-    return found
+        points.append({"classes": pair, "logits": logits[pair].T.tolist()})
+    return points
 
 
-def _told(gaussian: LogitGaussian, options: AnswerOptions) -> Told:
-    return Told(gaussian, kept(gaussian.predict(options.samples, options.seed)))
+def _result(gaussian: LogitGaussian, options: AnswerOptions) -> Result:
+    return Result(gaussian, with_stored_samples(gaussian.predict(options.samples, options.seed)))
 
 
 def _calibrated(served: Served, options: AnswerOptions) -> errbar.Posterior:
@@ -227,8 +227,8 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
     if isinstance(work, FuseGaussians):
         classes = work.classes
         together = errbar.fuse(work.gaussians)
-        single = [_told(gaussian, options).described(classes, options)[0] for gaussian in work.gaussians]
-        fused = _told(together, options).described(classes, options)[0]
+        single = [_result(gaussian, options).described(classes, options)[0] for gaussian in work.gaussians]
+        fused = _result(together, options).described(classes, options)[0]
         return {"fused": fused, "single": single, "independent": None, "rank": None}
     classes = work.served.classes
     posterior = _calibrated(work.served, options)
@@ -237,9 +237,9 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
     rounded = each.rounded()
     naive = errbar.fuse([rounded[frame : frame + 1] for frame in range(len(work.x))])
     return {
-        "fused": _told(together, options).described(classes, options)[0],
-        "single": _told(each, options).described(classes, options),
-        "independent": _told(naive, options).described(classes, options)[0],
+        "fused": _result(together, options).described(classes, options)[0],
+        "single": _result(each, options).described(classes, options),
+        "independent": _result(naive, options).described(classes, options)[0],
         "rank": together.rank,
     }
 
@@ -247,9 +247,9 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
 def _fused_posteriors(work: FusePosteriors) -> Answer:
     options, classes = work.options, work.members[0].classes
     gaussians = [_calibrated(member, options).logits(work.x) for member in work.members]
-    fused = _told(errbar.fuse(gaussians), options).described(classes, options)
-    single = [_told(gaussian, options).described(classes, options) for gaussian in gaussians]
+    fused = _result(errbar.fuse(gaussians), options).described(classes, options)
+    single = [_result(gaussian, options).described(classes, options) for gaussian in gaussians]
     return [
-        {"fused": one, "single": [told[row] for told in single], "independent": None, "rank": None}
+        {"fused": one, "single": [source[row] for source in single], "independent": None, "rank": None}
         for row, one in enumerate(fused)
     ]

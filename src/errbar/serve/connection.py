@@ -1,6 +1,6 @@
-"""Connections that cannot be held open for nothing: uvicorn's own protocol, with the time limits that it lacks.
+"""Connections with time limits: uvicorn's own protocol, with the limits that it lacks.
 
-uvicorn waits forever for the end of a request's head, and for a client that does not take its answer.
+uvicorn waits forever for the end of a request's head, and for a client that does not read its answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
     """A protocol class with these limits, for `uvicorn.Config(http=...)`."""
 
     class Limited(H11Protocol):
-        """Cuts off whoever takes too long over the head of a request, or over taking the answer."""
+        """Disconnects clients that take too long to send the head of a request or to read the answer."""
 
         _head: asyncio.TimerHandle | None = None
         _writing: asyncio.TimerHandle | None = None
@@ -28,7 +28,7 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > limits.connections:
-                self._answer(429, "There are as many connections as are taken at once. Try again later.", retry=True)
+                self._answer(429, "There are too many connections. Try again later.", retry=True)
                 return
             self._watch_head()
 
@@ -45,7 +45,7 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # What is left of a body that was refused is read and dropped, for a while.
+            # The rest of a refused body is read and dropped, for a while.
             if self.conn.their_state is h11.SEND_BODY and self._head is None:
                 self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
 
@@ -58,26 +58,26 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
             super().resume_writing()
 
         def send_400_response(self, msg: str) -> None:
-            self._answer(400, "This is not HTTP/1.1 as it is understood here; check the request line and headers.")
+            self._answer(400, "This is not valid HTTP/1.1; check the request line and headers.")
 
         def _watch_head(self) -> None:
-            """Start the clock where the head of a request is awaited, stop it where a request is in hand."""
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if answering:
+            """Start the clock while waiting for the head of a request, and stop it while answering one."""
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            if is_answering:
                 _stop(self._head)
                 self._head = None
             elif self._head is None and self.timeout_keep_alive_task is None:
                 self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
 
         def _too_slow(self) -> None:
-            answered = self.cycle is not None and self.conn.their_state is h11.SEND_BODY
-            if answered or self.conn.our_state is not h11.IDLE:
+            is_answered = self.cycle is not None and self.conn.their_state is h11.SEND_BODY
+            if is_answered or self.conn.our_state is not h11.IDLE:
                 self.transport.abort()
             else:
-                self._answer(408, f"No request came within {limits.header_seconds:g} seconds.")
+                self._answer(408, f"No request arrived within {limits.header_seconds:g} seconds.")
 
         def _answer(self, status: int, sentence: str, *, retry: bool = False) -> None:
-            """A complete answer past the application, and the end of the connection."""
+            """Answer without the application, and close the connection."""
             body = json.dumps({"error": sentence, "kind": "Connection"}).encode()
             headers = [
                 (b"content-type", b"application/json"),
@@ -86,7 +86,7 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
             ]
             headers += [(b"retry-after", b"1")] if retry else []
             events: list[Any] = [h11.Response(status_code=status, headers=headers), h11.Data(data=body)]
-            # Where the connection is past answering, it only ends.
+            # If it is too late to answer, the connection just ends.
             with contextlib.suppress(h11.LocalProtocolError):
                 self.transport.write(b"".join(self.conn.send(event) or b"" for event in (*events, h11.EndOfMessage())))
             self.transport.close()

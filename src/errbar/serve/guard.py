@@ -1,7 +1,7 @@
-"""The door: who may ask, how much at once, how large and how slowly; before anything is parsed.
+"""Checks before anything is parsed: who may ask, how many requests at once, how large and how slow.
 
-A request's body is read here as a whole, within its limits of bytes and seconds, so that nothing behind has to know
-about slow or endless clients.
+A request's whole body is read here, within the limits on bytes and seconds, so that the rest of the service need not
+deal with slow or endless clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from errbar.serve.limits import Limits, Refusal, busy
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PROTECTED = ("/v1/", "/metrics")
-# Nothing of elsewhere is loaded, nobody may frame the page, and pictures are only what the page itself has made.
+# Nothing is loaded from other sites, nobody may frame the page, and pictures come only from the page itself.
 PAGE_HEADERS = [
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"),
@@ -25,10 +25,10 @@ PAGE_HEADERS = [
 
 
 class Guard:
-    """Around the application. `hosts` are the names that a Host header may have; None for any.
+    """A wrapper of the application. `hosts` are the names that a Host header may have; None for any.
 
-    A browser can be made to ask a service on loopback for a page of somebody else (DNS rebinding); it then sends that
-    page's name as Host, which is refused.
+    Another site's page can make a browser query a service on loopback (DNS rebinding); the browser then sends that
+    site's name as Host, which is refused.
     """
 
     def __init__(self, app: Any, limits: Limits, token: str | None, hosts: Collection[str] | None) -> None:
@@ -42,45 +42,45 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            raise Refusal(400, "Only HTTP is spoken here.")
+            raise Refusal(400, "This service speaks only HTTP.")
 
         async def sending(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), *PAGE_HEADERS]}
             await send(message)
 
-        held = bytearray()
+        body = bytearray()
         self._active += 1
         try:
             self._require_allowed(scope)
-            if not await self._read(scope, receive, held):
+            if not await self._read(scope, receive, body):
                 return
-            await self._app(scope, _replayed(bytes(held), receive), sending)
+            await self._app(scope, _replayed(bytes(body), receive), sending)
         except Refusal as refusal:
             await send_refusal(refusal, sending)
         finally:
             self._active -= 1
-            self._held -= len(held)
+            self._held -= len(body)
 
     def _require_allowed(self, scope: Any) -> None:
         headers = dict(scope["headers"])
         if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
             raise Refusal(
-                421, f"This service answers under {', '.join(sorted(self._hosts))} only; ask it by that name."
+                421, f"This service answers only to {', '.join(sorted(self._hosts))}; use one of these names."
             )
         if self._token is not None and scope["path"].startswith(_PROTECTED):
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            # In constant time: how long a refusal takes must not tell how much of the token was right.
-            if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
+            kind, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+            # In constant time: the time that a refusal takes must not reveal how much of the token was right.
+            if kind.lower() != b"bearer" or not hmac.compare_digest(credentials.strip(), self._token):
                 raise Refusal(
                     401,
                     "The token is missing or wrong; expected a header 'Authorization: Bearer TOKEN'.",
                     {"WWW-Authenticate": "Bearer"},
                 )
-        # Who only asks whether the service lives is always told.
+        # Health checks are always answered.
         if self._active > self._limits.requests and scope["path"] != "/healthz":
             raise busy(
-                f"There are {self._limits.requests} requests already, as many as are taken at once. Try again after "
+                f"There are already {self._limits.requests} requests, the most accepted at once. Try again after "
                 "the seconds in Retry-After.",
                 1,
             )
@@ -88,8 +88,8 @@ class Guard:
         if length.isdigit() and int(length[:20]) > self._limits.body_bytes:
             raise self._too_large()
 
-    async def _read(self, scope: Any, receive: Any, held: bytearray) -> bool:
-        """The whole body into `held`; False where the client has gone."""
+    async def _read(self, scope: Any, receive: Any, body: bytearray) -> bool:
+        """Read the whole body into `body`; False if the client has gone."""
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
@@ -97,12 +97,12 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         return False
                     part = message.get("body", b"")
-                    held += part
+                    body += part
                     self._held += len(part)
-                    if len(held) > self._limits.body_bytes:
+                    if len(body) > self._limits.body_bytes:
                         raise self._too_large()
                     if self._held > self._limits.held_bytes:
-                        raise busy("The service holds as many bytes of requests as it may. Try again later.", 1)
+                        raise busy("The requests being read and answered take too much memory. Try again later.", 1)
                     if not message.get("more_body", False):
                         return True
         except TimeoutError:
@@ -150,14 +150,14 @@ def _host(header: bytes) -> str:
 
 
 def _replayed(body: bytes, receive: Any) -> Any:
-    """A `receive` that gives the body that was read, and then what the connection has to say."""
-    given = False
+    """A `receive` that first returns the body, and then whatever comes from the connection."""
+    is_replayed = False
 
     async def replay() -> Any:
-        nonlocal given
-        if given:
+        nonlocal is_replayed
+        if is_replayed:
             return await receive()
-        given = True
+        is_replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay

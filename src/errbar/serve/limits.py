@@ -1,4 +1,4 @@
-"""What one client, and all of them together, may ask of the service; and the answer to whoever asks for more."""
+"""What one client, and all clients together, may ask of the service, and the refusal of anything more."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from errbar.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes and seconds. Together they bound the memory: nothing is kept that none of them counts.
+    """Sizes and seconds. Together they bound the memory: everything stored counts towards one of them.
 
     - `body_bytes`: of one request; `held_bytes`: of all requests that are being read or answered;
     - `requests`: being read, waiting or computed at once; `connections`: open at once;
-    - `inputs`, `frames`, `samples`: of one request; `pixels`: of one picture, before it is made smaller;
-    - `queue_inputs`: waiting for the network; `batch_inputs`: in one run of it. A batch size of one joins no requests;
-    - `seconds`: from a request that was read to its answer; `header_seconds` and `body_seconds`: for a client to send
-      these, and the latter to take the answer; `idle_seconds`: of a connection between two requests.
+    - `inputs`, `frames`, `samples`: of one request; `pixels`: of one picture, before it is resized;
+    - `queue_inputs`: waiting for the network; `batch_inputs`: in one run of it (1: requests are not joined);
+    - `seconds`: from the end of a request to its answer; `header_seconds` and `body_seconds`: for a client to send
+      these, and the latter also to read the answer; `idle_seconds`: of a connection between two requests.
     """
 
     body_bytes: int = 4 * 2**20
@@ -44,7 +44,7 @@ class Limits:
         if self.inputs > self.queue_inputs:
             raise ArgumentError(
                 f"A request may have {self.inputs} inputs and the queue holds {self.queue_inputs}; expected a queue "
-                "that takes at least one request."
+                "with room for at least one request."
             )
 
 
@@ -52,7 +52,7 @@ class Limits:
 LARGEST = 2**24
 
 
-class Refusal(Exception):  # noqa: N818 - to refuse is an answer
+class Refusal(Exception):  # noqa: N818 - a refusal is an answer
     """A request that is not answered: the status, and what was wrong, what was expected, what to do."""
 
     def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
@@ -63,5 +63,5 @@ class Refusal(Exception):  # noqa: N818 - to refuse is an answer
 
 
 def busy(sentence: str, seconds: float, status: int = 429) -> Refusal:
-    """Too much at once: come back in so many seconds."""
+    """Too much at once: try again in `seconds`."""
     return Refusal(status, sentence, {"Retry-After": str(max(1, math.ceil(seconds)))})

@@ -1,4 +1,4 @@
-"""From a picture to what the network takes: one rule for a model, told in a sentence, for the page and for programs."""
+"""From a picture to an input of the network: one rule per model, stated in a sentence, for page and programs alike."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from errbar.errors import DataError
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Ink that is fainter than this share of the darkest does not count for where the digit is.
+# Ink fainter than this share of the darkest is ignored when locating the digit.
 _INK = 0.25
 _CELLS = 4
 
 
 @dataclass(frozen=True)
 class PictureRule:
-    """How a picture becomes an input of `shape`: resized as it is, or as a handwritten digit."""
+    """How a picture becomes an input of `shape`: resized whole, or prepared as a handwritten digit."""
 
     shape: tuple[int, ...]
     digit: bool = False
@@ -46,21 +46,22 @@ class PictureRule:
         height, width = self.size
         if self.digit:
             return (
-                f"Made grey, ink lighter or darker than its ground alike; cut out, enlarged to the full height or "
-                f"width, centred, and averaged to {height} × {width} values from 0 to 1, as the training digits were."
+                f"Converted to grey, with ink lighter or darker than its background; cropped, enlarged to the full "
+                f"height or width, centred, and averaged to {height} × {width} values from 0 to 1, like the training "
+                f"digits."
             )
         colours = "grey" if self.channels == 1 else "red, green and blue"
-        return f"Resized to {height} × {width} (height × width), {colours}, divided by 255; nothing is cut off."
+        return f"Resized to {height} × {width} (height × width), {colours}, divided by 255; nothing is cropped."
 
     def read(self, text: str, pixels: int) -> Float[Tensor, "..."]:
-        """The input in a picture that is base64 text, also as a data URL; `DataError` for what is none."""
+        """The input in a picture given as base64 text or a data URL; raises `DataError` if it is not a picture."""
         picture = _opened(text, pixels)
         values = _digit(picture, self.size) if self.digit else _resized(picture, self.size, self.channels)
         return torch.from_numpy(values).reshape(self.shape)
 
 
 def rule_for(shape: tuple[int, ...] | None) -> PictureRule | None:
-    """The rule for inputs of this shape: (H, W), (1, H, W) or (3, H, W); None where these are no pictures."""
+    """The rule for inputs of this shape: (H, W), (1, H, W) or (3, H, W); None if these are not pictures."""
     if shape is None or len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in (1, 3)):
         return None
     return PictureRule(shape)
@@ -74,26 +75,28 @@ def _opened(text: str, pixels: int) -> Image.Image:
         raise DataError("A picture is not base64; expected the bytes of a PNG or JPEG file in base64.") from error
     try:
         picture: Image.Image = Image.open(io.BytesIO(raw), formats=_FORMATS)
-        # The size is in the header: a small file that would unfold to gigabytes is refused before it does.
+        # The size is in the header: a small file that would expand to gigabytes is refused before it does.
         if picture.width * picture.height > pixels:
             raise DataError(
-                f"A picture has {picture.width} × {picture.height} pixels; expected {pixels:,} at most. Make it "
+                f"A picture has {picture.width} × {picture.height} pixels; expected at most {pixels:,}. Make it "
                 "smaller first."
             )
         picture.load()
     except DataError:
         raise
-    except Exception as error:  # Decoders of damaged files raise whatever they come across.
-        raise DataError(f"A picture cannot be read; expected one of {', '.join(_FORMATS)}, whole.") from error
+    except Exception as error:  # Decoders raise all kinds of errors on damaged files.
+        raise DataError(
+            f"A picture cannot be read; expected an undamaged file in one of the formats {', '.join(_FORMATS)}."
+        ) from error
     return picture
 
 
 def _on_white(picture: Image.Image, mode: str) -> Image.Image:
-    """Without transparency: what is not painted is paper."""
+    """Without transparency: on white paper."""
     if "A" in picture.getbands() or "transparency" in picture.info:
-        painted = picture.convert("RGBA")
-        paper = Image.new("RGBA", painted.size, "white")
-        return Image.alpha_composite(paper, painted).convert(mode)
+        foreground = picture.convert("RGBA")
+        paper = Image.new("RGBA", foreground.size, "white")
+        return Image.alpha_composite(paper, foreground).convert(mode)
     if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
         values = np.asarray(picture, dtype=np.float64)
         most = 65535.0 if picture.mode.startswith("I") else max(float(values.max()), 1.0)
@@ -103,26 +106,26 @@ def _on_white(picture: Image.Image, mode: str) -> Image.Image:
 
 def _resized(picture: Image.Image, size: tuple[int, int], channels: int) -> Any:
     plain = _on_white(picture, "L" if channels == 1 else "RGB")
-    resized = plain.resize(size[::-1], Image.Resampling.BILINEAR)
-    values = np.asarray(resized, dtype=np.float32) / 255
+    smaller = plain.resize(size[::-1], Image.Resampling.BILINEAR)
+    values = np.asarray(smaller, dtype=np.float32) / 255
     return np.ascontiguousarray(values.transpose(2, 0, 1) if channels == 3 else values)
 
 
 def _digit(picture: Image.Image, size: tuple[int, int]) -> Any:
-    """The ink of a digit as scikit-learn's digits have it: a bitmap that it fills, counted in cells of 4 × 4."""
+    """The ink of a digit as in scikit-learn's digits: a bitmap that it fills, averaged over cells of 4 × 4."""
     grey = np.asarray(_on_white(picture, "L"), dtype=np.float32) / 255
     ground = float(np.median(np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])))
     ink = np.abs(grey - ground)
     strongest = float(ink.max())
     if strongest < 0.1:
-        raise DataError("The picture is empty; expected a digit that is darker or lighter than its ground.")
+        raise DataError("The picture is empty; expected a digit that is darker or lighter than its background.")
     ink = ink / strongest
     rows, columns = (np.flatnonzero((ink > _INK).any(axis)) for axis in (1, 0))
-    cut = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    crop = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     target = (size[0] * _CELLS, size[1] * _CELLS)
-    scale = min(target[0] / cut.shape[0], target[1] / cut.shape[1])
-    height, width = (max(1, round(side * scale)) for side in cut.shape)
-    bitmap = Image.fromarray((cut * 255).round().astype(np.uint8)).resize((width, height), Image.Resampling.BOX)
+    scale = min(target[0] / crop.shape[0], target[1] / crop.shape[1])
+    height, width = (max(1, round(side * scale)) for side in crop.shape)
+    bitmap = Image.fromarray((crop * 255).round().astype(np.uint8)).resize((width, height), Image.Resampling.BOX)
     whole = np.zeros(target, dtype=np.float32)
     top, left = (target[0] - height) // 2, (target[1] - width) // 2
     whole[top : top + height, left : left + width] = np.asarray(bitmap, dtype=np.float32) / 255

@@ -1,7 +1,7 @@
-"""What may be asked and what is answered, as pydantic models: the OpenAPI document is made of them.
+"""Requests and answers as pydantic models; the OpenAPI document is made from them.
 
-Requests are models of their own for each service, because how many values an input has, how many inputs and samples
-are allowed, and the names of the posteriors are facts of it: what the document allows is accepted.
+The models of the requests are made for each service, because they depend on the number of values of an input, on the
+limits, and on the names of the posteriors: what the document allows is accepted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from errbar.serve.limits import Limits
 from errbar.serve.service import Service
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# FailFast: of a million wrong values the first is enough. It cannot stand in a union, so the parts have names.
+# FailFast: of a million wrong values, reporting the first is enough. Unions do not allow it, so the parts have names.
 Row = TypeAliasType("Row", Annotated[list[Number], FailFast(), Field(min_length=1)])
 Rows = TypeAliasType("Rows", Annotated[list["Row | Rows"], FailFast(), Field(min_length=1)])  # type: ignore[misc]
 Probability = Annotated[float, Field(strict=True, ge=0, le=1)]
@@ -25,14 +25,16 @@ Include = Literal["covariance", "logits", "points", "outlier", "input"]
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    seed: int = Field(0, ge=0, lt=2**63, description="Of the Monte Carlo draws: the same seed, the same answer.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of the Monte Carlo draws: the same seed gives the same answer."
+    )
     temperature: float | None = Field(
         None, ge=1e-3, le=1e3, description="T in place of the posterior's own: N(ĝ/T, T_c P^g/T²)."
     )
     covariance_scale: float | None = Field(
         None, ge=0, le=1e6, description="T_c in place of the posterior's own; 0 is plain temperature scaling."
     )
-    level: float = Field(0.95, gt=0, lt=1, description="Probability that the intervals hold.")
+    level: float = Field(0.95, gt=0, lt=1, description="Probability that the intervals contain.")
 
 
 class GivenGaussian(BaseModel):
@@ -48,7 +50,7 @@ class GivenGaussian(BaseModel):
 
 
 class Problem(BaseModel):
-    """Why there is no answer: what was wrong, what was expected, what to do."""
+    """Why there is no answer: what was wrong, what was expected, and what to do."""
 
     error: str = Field(description="One or two sentences for people.")
     kind: str = Field(description="A word for programs.")
@@ -72,36 +74,36 @@ class Outlier(BaseModel):
     """How much of the doubt about an input is the model's own, compared with the training inputs."""
 
     mutual_information: float = Field(description="In nats, at the T and T_c that the posterior was calibrated to.")
-    percentile: float = Field(description="Per cent of training inputs with a smaller one.")
+    percentile: float = Field(description="Percentage of training inputs with a lower value.")
     times_the_median: float
     training_inputs: int
 
 
 class PredictionAnswer(BaseModel):
-    """The PMF of one input with its error bars; each list has one number for each class."""
+    """The PMF of one input with its error bars; each list has one number per class."""
 
     model_config = ConfigDict(populate_by_name=True)
     name: str = Field(alias="class", description="The most likely class.")
     label: int = Field(description="Its number, from 0.")
     confidence: float
     entropy: float = Field(description="In nats.")
-    mutual_information: float = Field(description="The part of the entropy that the parameters are to blame for.")
+    mutual_information: float = Field(description="The part of the entropy due to the parameters.")
     pmf: list[float]
     std: list[float] = Field(description="Standard deviations of the PMF: √diag P^f.")
     standard_error: list[float] | None = Field(
-        description="Monte Carlo error of the PMF itself; null with one sample, from which it cannot be told."
+        description="Monte Carlo error of the PMF itself; null with one sample, which does not suffice to estimate it."
     )
     lower: list[float]
     upper: list[float]
-    risk: list[float] | None = Field(None, description="Pr{f_m > γ_m}, where thresholds were given.")
-    covariance: list[list[float]] | None = Field(None, description="P^f, where it was asked for.")
+    risk: list[float] | None = Field(None, description="Pr{f_m > γ_m}, if thresholds were given.")
+    covariance: list[list[float]] | None = Field(None, description="P^f, if requested.")
     logits: Logits | None = None
     points: Points | None = None
     outlier: Outlier | None = None
 
 
 class PredictAnswer(BaseModel):
-    """One prediction for each input, in their order."""
+    """One prediction per input, in order."""
 
     posterior: str
     samples: int
@@ -110,11 +112,11 @@ class PredictAnswer(BaseModel):
     covariance_scale: float
     level: float
     predictions: list[PredictionAnswer]
-    inputs: list[Any] | None = Field(None, description="What the network was given, where it was asked for.")
+    inputs: list[Any] | None = Field(None, description="The inputs of the network, if requested.")
 
 
 class FusedObject(BaseModel):
-    """One object: all that is known together, each source alone, and frames as if they were independent."""
+    """One object: all sources fused, each source alone, and frames fused as if they were independent."""
 
     fused: PredictionAnswer
     single: list[PredictionAnswer]
@@ -123,7 +125,7 @@ class FusedObject(BaseModel):
 
 
 class FuseAnswer(BaseModel):
-    """One object for frames and for gaussians; one for each input, in their order, for posteriors."""
+    """One object for frames and for gaussians; one per input, in order, for posteriors."""
 
     over: Literal["frames", "posteriors", "gaussians"]
     samples: int
@@ -137,11 +139,11 @@ class InputRisk(BaseModel):
 
     risk: list[float]
     pmf: list[float]
-    worst: str = Field(description="The class with the highest risk, the first of several.")
+    worst: str = Field(description="The class with the highest risk; the first in case of a tie.")
 
 
 class RiskAnswer(BaseModel):
-    """Risks of each input, in their order."""
+    """The risks of each input, in order."""
 
     posterior: str
     thresholds: list[float]
@@ -166,13 +168,13 @@ class ModelAnswer(BaseModel):
     version: str
     classes: list[str]
     input_shape: list[int] | None
-    pictures: str | None = Field(description="What is done with pictures; null where the model takes none.")
+    pictures: str | None = Field(description="How pictures are prepared; null if the model takes none.")
     digits: bool
     parameters: int
     layers: list[str]
     structure: str
     fisher: str
-    samples: float = Field(description="Training inputs whose information the posterior holds.")
+    samples: float = Field(description="Number of training inputs whose information the posterior holds.")
     temperature: float
     covariance_scale: float
     reference: list[float] | None = Field(description="101 percentiles of the training inputs' mutual informations.")
@@ -181,14 +183,14 @@ class ModelAnswer(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether requests are computed."""
+    """Whether requests are being computed."""
 
     status: Literal["ok", "stopped"]
     queued_inputs: int
 
 
 def input_type(shape: tuple[int, ...] | None, most: int) -> Any:
-    """A list of inputs, of so many values each where that is known."""
+    """A list of inputs, with the number of values of each if it is known."""
     if shape is None:
         return Annotated[list[Row | Rows], FailFast(), Field(min_length=1, max_length=most)]
     kind: Any = Number
@@ -199,7 +201,7 @@ def input_type(shape: tuple[int, ...] | None, most: int) -> Any:
 
 
 def _absent() -> None:
-    """A default that the document does not show: the field is left out, never null."""
+    """A default that the document does not show: the field is omitted, never null."""
 
 
 def _either(*names: str) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def _either(*names: str) -> dict[str, Any]:
 
 
 def request_models(service: Service, limits: Limits) -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """Requests to predict, to fuse and for risk of this service."""
+    """The models of the requests to predict, to fuse and for risk, for this service."""
     shapes = {member.shape for member in service.members}
     shape = shapes.pop() if len(shapes) == 1 else None
     classes = {len(member.classes) for member in service.members}
@@ -217,55 +219,61 @@ def request_models(service: Service, limits: Limits) -> tuple[type[BaseModel], t
     one_each: Any = TypeAliasType("Thresholds", Annotated[list[Probability], FailFast(), each])
     thresholds: Any = Probability | one_each
     samples = (int, Field(1000, ge=1, le=limits.samples, description="Monte Carlo draws K."))
-    posterior = (str, Field(names[0], json_schema_extra={"enum": [*names]}, description="Which of those served."))
-    risk = (thresholds, Field(default_factory=_absent, description="γ, one or one for each class."))
+    posterior = (
+        str,
+        Field(names[0], json_schema_extra={"enum": [*names]}, description="Which of the posteriors served."),
+    )
+    risk = (thresholds, Field(default_factory=_absent, description="γ, one for all classes or one per class."))
 
-    def given(most: int) -> dict[str, Any]:
-        text = "Values, an input each: exactly one of inputs and images."
+    def input_fields(most: int) -> dict[str, Any]:
+        text = "Values of each input. Expected is exactly one of inputs and images."
         fields: dict[str, Any] = {"inputs": (input_type(shape, most), Field(default_factory=_absent, description=text))}
         pictures = Annotated[list[str], Field(min_length=1, max_length=most)]
-        text = "Pictures in base64, also as data URLs; GET /v1/model says how they are prepared."
+        text = "Pictures in base64 or as data URLs; GET /v1/model says how they are prepared."
         fields["images"] = (pictures, Field(default_factory=_absent, description=text))
         return fields
 
-    def made(name: str, alternatives: tuple[str, ...], text: str, **fields: Any) -> type[BaseModel]:
+    def model_of(name: str, alternatives: tuple[str, ...], text: str, **fields: Any) -> type[BaseModel]:
         config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_either(*alternatives))
         base = type("_Base", (_Request,), {"model_config": config, "__module__": __name__})
         model: type[BaseModel] = create_model(name, __base__=base, __doc__=text, **fields)
         return model
 
-    asked: Any = (list[Include], Field(default_factory=list, max_length=10, description="What else to tell."))
-    predict = made(
+    extras: Any = (list[Include], Field(default_factory=list, max_length=10, description="What else to return."))
+    predict = model_of(
         "PredictRequest",
         ("inputs", "images"),
-        "Inputs whose PMFs are wanted.",
-        **given(limits.inputs),
+        "Inputs whose PMFs are requested.",
+        **input_fields(limits.inputs),
         samples=samples,
         posterior=posterior,
         risk=risk,
-        include=asked,
+        include=extras,
     )
     gaussians = Annotated[list[GivenGaussian], Field(min_length=1, max_length=limits.frames)]
-    fuse = made(
+    fuse = model_of(
         "FuseRequest",
         ("inputs", "images", "gaussians"),
-        "Frames of one object, inputs for several posteriors, or logits that several services have told.",
-        **given(limits.frames),
-        gaussians=(gaussians, Field(default_factory=_absent, description="Independent sources about one object.")),
+        "Frames of one object, inputs for several posteriors, or logits from several services.",
+        **input_fields(limits.frames),
+        gaussians=(gaussians, Field(default_factory=_absent, description="Independent sources for one object.")),
         over=(
             Literal["frames", "posteriors"],
-            Field("frames", description="Inputs are frames of one object, or each an object for all posteriors."),
+            Field(
+                "frames",
+                description="Whether inputs are frames of one object, or each is an object for all posteriors.",
+            ),
         ),
         samples=samples,
         posterior=posterior,
         risk=risk,
     )
-    risks = made(
+    risks = model_of(
         "RiskRequest",
         ("inputs", "images"),
-        "Inputs whose classes may be more probable than can be accepted.",
-        **given(limits.inputs),
-        thresholds=(thresholds, Field(description="γ, one or one for each class.")),
+        "Inputs whose classes may be more probable than is acceptable.",
+        **input_fields(limits.inputs),
+        thresholds=(thresholds, Field(description="γ, one for all classes or one per class.")),
         samples=samples,
         posterior=posterior,
     )

@@ -1,4 +1,4 @@
-"""Running the service: a socket that is taken before anything slow begins, uvicorn, and a stop that loses nothing."""
+"""Running the service: a socket bound before anything slow begins, uvicorn, and a stop that loses no request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from errbar.serve.telemetry import Log, LogHandler
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen; port 0 takes a free one."""
+    """Where to listen; port 0 picks a free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -37,29 +37,29 @@ class Address:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names that a request may ask by: on loopback only its own; elsewhere nobody knows all names."""
+        """Names that a Host header may have: on loopback only its own; elsewhere not all names can be known."""
         return tuple({*LOOPBACK, self.host}) if self.is_loopback else None
 
     def bind(self) -> socket.socket:
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            bound = socket.socket(family, kind, protocol)
+            listener = socket.socket(family, kind, protocol)
             try:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind(where)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(where)
             except OSError:
-                bound.close()
+                listener.close()
                 raise
         except (OSError, OverflowError) as error:
             raise ArgumentError(
                 f"Cannot listen on {self.host} port {self.port}: {getattr(error, 'strerror', None) or error}. Give "
-                "another --host or --port, or stop what listens there."
+                "another --host or --port, or stop the program that listens there."
             ) from error
-        return bound
+        return listener
 
 
-def url_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -76,7 +76,7 @@ class _Announcing(uvicorn.Server):
 
 
 def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
-    """uvicorn with the limits of connections, speaking through `log`."""
+    """uvicorn with the limits on connections, logging to `log`."""
     talk = logging.getLogger("uvicorn.error")
     talk.handlers = [LogHandler(log)]
     talk.propagate = False
@@ -96,14 +96,14 @@ def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = l
 
 
 @contextmanager
-def running(app: Any, bound: socket.socket, limits: Limits, log: Log) -> Iterator[uvicorn.Server]:
+def running(app: Any, listener: socket.socket, limits: Limits, log: Log) -> Iterator[uvicorn.Server]:
     """The service in a thread while the block runs; for tests, notebooks and benchmarks."""
     server = server_for(app, limits, log)
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
-            server.run(sockets=[bound])
+            server.run(sockets=[listener])
         except BaseException as error:
             failure.append(error)
 

@@ -17,16 +17,16 @@ from errbar._model.batch import batches
 from errbar.errors import ArgumentError, DataError
 from errbar.serve.pictures import PictureRule, rule_for
 
-# So many training inputs say what is usual.
+# Number of training inputs that show what is usual.
 REFERENCE_INPUTS = 2000
 _SCORE_SAMPLES = 1000
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """One posterior. `shape` is that of one input, None where it is not known; `integers` for models of tokens.
+    """One posterior. `shape` is that of one input, None if unknown; `integers` is for models that take tokens.
 
-    `reference` are sorted outlier scores of training inputs; `examples` pairs of an input and its label, for the page.
+    `reference` are sorted outlier scores of training inputs; `examples` are inputs with their labels, for the page.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Served:
         try:
             x = torch.tensor(values, dtype=torch.float64)
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise DataError("The inputs are ragged; expected the same number of values in each of them.") from error
+            raise DataError("The inputs are ragged; expected the same number of values in each.") from error
         if x.ndim < 2 or (self.shape is not None and tuple(x.shape[1:]) != self.shape):
-            wanted = "(inputs, …)" if self.shape is None else str(("inputs", *self.shape)).replace("'", "")
-            raise DataError(f"The inputs have shape {tuple(x.shape)}; expected {wanted}, a list of inputs.")
+            layout = "(inputs, …)" if self.shape is None else str(("inputs", *self.shape)).replace("'", "")
+            raise DataError(f"The inputs have shape {tuple(x.shape)}; expected {layout}, a list of inputs.")
         if not self.integers:
             return x
         if bool((x != x.round()).any()) or bool((x.abs() > 2**53).any()):
@@ -60,7 +60,7 @@ class Served:
         return x.long()
 
     def outlier_scores(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
-        """The mutual information of logits of `plain`, at T and T_c of the posterior, whatever is asked for."""
+        """The mutual information of logits of `plain`, at the posterior's own T and T_c, whatever the request."""
         return _mutual_information(self.posterior, plain)
 
     def outlier(self, score: float) -> dict[str, float | int] | None:
@@ -80,7 +80,7 @@ class Served:
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """The posteriors by name; the first is meant where a request names none."""
+    """The posteriors by name; the first is the default."""
 
     members: tuple[Served, ...]
 
@@ -97,8 +97,8 @@ class Service:
         for member in self.members:
             if name is None or member.name == name:
                 return member
-        known = ", ".join(member.name for member in self.members)
-        raise ArgumentError(f"There is no posterior of that name; expected one of {known}.")
+        names = ", ".join(member.name for member in self.members)
+        raise ArgumentError(f"There is no posterior with that name; expected one of {names}.")
 
 
 def served(
@@ -110,7 +110,7 @@ def served(
     reference: Any = None,
     about: str = "",
 ) -> Served:
-    """A posterior ready to serve; `reference` are batches of its training data, of which a part is read."""
+    """A posterior ready to serve; `reference` are batches of its training data, of which only a part is read."""
     count = posterior.information.n_classes
     names = tuple(str(number) for number in range(count)) if classes is None else tuple(classes)
     scores, examples = (None, ()) if reference is None else reference_scores(posterior, reference, names)
@@ -129,21 +129,21 @@ def reference_scores(
     """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     scores: list[Tensor] = []
-    shown: list[tuple[Tensor, str]] = []
+    example_pairs: list[tuple[Tensor, str]] = []
     count = 0
     for batch in batches(data, posterior.unpack):
         scores.append(_mutual_information(posterior, plain.unrounded_logits(batch)).cpu())
         x = batch.args[0] if batch.args else None
-        if isinstance(x, Tensor) and len(shown) < examples:
+        if isinstance(x, Tensor) and len(example_pairs) < examples:
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
             names = [""] * len(x) if labels is None else [classes[int(label)] for label in labels]
-            shown += list(zip(x, names, strict=True))[: examples - len(shown)]
+            example_pairs += list(zip(x, names, strict=True))[: examples - len(example_pairs)]
         count += len(batch)
         if count >= REFERENCE_INPUTS:
             break
     if not scores:
         raise DataError("The reference data are empty: expected training inputs to compare with.")
-    return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(shown)
+    return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(example_pairs)
 
 
 def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Float[Tensor, " B"]:
@@ -152,7 +152,7 @@ def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Fl
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
-    """The first module with parameters, in the order in which they were made."""
+    """The first module with parameters, in order of definition."""
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             return module

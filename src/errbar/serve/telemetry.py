@@ -1,6 +1,6 @@
-"""What the service tells about itself: one JSON object a line for each request, and counters for Prometheus.
+"""Logs and counters: one line of JSON per request, and counters for Prometheus.
 
-Neither holds anything that a client has sent: no input, no answer, no path that is not one of the routes, no token.
+Neither contains anything that a client has sent: no input, no answer, no path that is not one of the routes, no token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Log:
-    """JSON lines on standard error, or wherever `stream` goes; `enabled` False says nothing."""
+    """JSON lines on standard error, or on `stream`; silent unless `enabled`."""
 
     def __init__(self, stream: TextIO | None = None, *, enabled: bool = True) -> None:
         self._stream = stream
@@ -36,14 +36,14 @@ class Log:
             stream.flush()
 
     def failure(self, error: BaseException) -> None:
-        """Something that should not have happened: its type and where. Messages may quote what a client has sent."""
+        """An unexpected error: its type and place. Its message is omitted, for it may quote what a client has sent."""
         frames = traceback.extract_tb(error.__traceback__)[-6:]
         where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
         self.say("failure", type=type(error).__name__, where=where)
 
 
 class LogHandler(logging.Handler):
-    """What uvicorn says, as lines of the same log."""
+    """Messages of uvicorn, as lines of the same log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.INFO)
@@ -59,7 +59,7 @@ class LogHandler(logging.Handler):
 class Metrics:
     """Counters of one service, in a registry of its own."""
 
-    def __init__(self, queued: Callable[[], float]) -> None:
+    def __init__(self, queue_length: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         names = ["route", "status"]
         self.requests = Counter("errbar_requests", "Requests answered.", names, registry=self.registry)
@@ -70,11 +70,11 @@ class Metrics:
             "errbar_batch_inputs", "Inputs in a run of the network.", buckets=_SIZES, registry=self.registry
         )
         self.compute = Histogram(
-            "errbar_batch_seconds", "Of a run of the network.", buckets=_SECONDS, registry=self.registry
+            "errbar_batch_seconds", "Seconds of a run of the network.", buckets=_SECONDS, registry=self.registry
         )
         self.inputs = Counter("errbar_inputs", "Inputs computed.", registry=self.registry)
-        Gauge("errbar_queue_inputs", "Inputs that wait.", registry=self.registry).set_function(queued)
-        self.active = Gauge("errbar_active_requests", "Being read or answered.", registry=self.registry)
+        Gauge("errbar_queue_inputs", "Inputs waiting.", registry=self.registry).set_function(queue_length)
+        self.active = Gauge("errbar_active_requests", "Requests being read or answered.", registry=self.registry)
         ProcessCollector(registry=self.registry)
 
     def batch(self, inputs: int, seconds: float) -> None:
@@ -87,7 +87,7 @@ class Metrics:
 
 
 class Record:
-    """Around everything else: counts and logs each request, and answers 500 where nothing else did."""
+    """The outermost wrapper: counts and logs each request, and answers 500 if nothing else did."""
 
     def __init__(self, app: Any, metrics: Metrics, log: Log) -> None:
         self._app, self._metrics, self._log = app, metrics, log
@@ -119,14 +119,14 @@ class Record:
             self._metrics.requests.labels(route, str(status)).inc()
             self._metrics.seconds.labels(route).observe(seconds)
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
-            told = scope.get("errbar", {})
-            self._log.say("request", method=method, route=route, status=status, seconds=round(seconds, 6), **told)
+            facts = scope.get("errbar", {})
+            self._log.say("request", method=method, route=route, status=status, seconds=round(seconds, 6), **facts)
 
 
 async def _internal_error(send: Any) -> None:
     body = json.dumps(
         {
-            "error": "The service failed; its log says where. Nothing is wrong with it after that.",
+            "error": "The service failed on this request; its log says where. It is still running.",
             "kind": "InternalError",
         }
     ).encode()

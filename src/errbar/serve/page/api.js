@@ -1,4 +1,4 @@
-// The service, asked politely: a token where it wants one, again where it is busy, and only the newest question.
+// Requests to the service: with a token if it needs one, again if it is busy, and only the newest request.
 
 export class Trouble extends Error {
   constructor(sentence, status) { super(sentence); this.status = status; }
@@ -32,7 +32,7 @@ export async function ask(path, body) {
   }
 }
 
-// Runs `task` now, or once more after the run that is under way: never two at once, never an old answer last.
+// Runs `task` now, or once more after the current run: never two at once, and never an old answer last.
 export function latest(task) {
   let running = null;
   let again = false;

@@ -1,4 +1,4 @@
-// The page: what is asked follows from the controls, what is shown from the answer, and nothing is computed in between.
+// The page: requests follow from the controls, and what is shown from the answers; nothing is computed in between.
 
 import { ask, latest, setToken, Trouble } from "./api.js";
 import { drawFusion, drawHeat, drawOutlier, drawPlane, empty } from "./charts.js";
@@ -20,11 +20,11 @@ function settle(name) { document.documentElement.dataset.state = name; }
 
 // ------------------------------------------------------------------------------------------------------------ asking
 
-function chosen() {
-  const made = { seed: 0, level: 0.95 };
-  if (state.temperature !== null) made.temperature = state.temperature;
-  if (state.scale !== null) made.covariance_scale = state.scale;
-  return made;
+function requestOptions() {
+  const options = { seed: 0, level: 0.95 };
+  if (state.temperature !== null) options.temperature = state.temperature;
+  if (state.scale !== null) options.covariance_scale = state.scale;
+  return options;
 }
 
 function sourceNow() {
@@ -39,12 +39,12 @@ async function refresh() {
   settle("busy");
   try {
     const include = ["covariance", "logits", "points", "outlier", "input"];
-    const answer = await ask("/v1/predict", { ...source, ...chosen(), risk: state.rows.gamma, include });
+    const answer = await ask("/v1/predict", { ...source, ...requestOptions(), risk: state.rows.gamma, include });
     state.answer = { prediction: answer.predictions[0], input: answer.inputs[0] };
     let object = null;
     if (state.views.length) {
       const inputs = [...state.views.map((view) => view.input), answer.inputs[0]];
-      object = (await ask("/v1/fuse", { inputs, ...chosen() })).objects[0];
+      object = (await ask("/v1/fuse", { inputs, ...requestOptions() })).objects[0];
     }
     say("");
     show(object);
@@ -65,7 +65,7 @@ function show(object) {
   const { model } = state;
   const { prediction, input } = state.answer;
   const best = prediction.label;
-  at("verdict").replaceChildren(prediction.class, " ", element("small", {}, `${percent(prediction.confidence)}, with 95 % between ${percent(prediction.lower[best])} and ${percent(prediction.upper[best])}`));
+  at("verdict").replaceChildren(prediction.class, " ", element("small", {}, `${percent(prediction.confidence)}, 95 % interval ${percent(prediction.lower[best])} to ${percent(prediction.upper[best])}`));
   state.rows.show(prediction);
   at("plane-note").textContent = drawPlane(at("plane"), prediction, model.classes);
   drawHeat(at("heat"), prediction, model.classes, state.rows.shown, (words) => { at("heat-note").textContent = words; });
@@ -74,8 +74,8 @@ function show(object) {
   if (object) {
     drawFusion(at("fusion"), object, model.classes, object.single.length);
     const [single, naive, fused] = [object.single.at(-1), object.independent, object.fused];
-    at("views-note").textContent = `All views share the parameters of one network, so their errors are alike. Fused with that in mind: ${fused.class} with ${percent(fused.confidence)} ± ${(100 * fused.std[fused.label]).toFixed(1)}. As if they were independent: ± ${(100 * naive.std[fused.label]).toFixed(1)}; this view alone: ± ${(100 * single.std[fused.label]).toFixed(1)}.`
-      + (fused.std[fused.label] > single.std[fused.label] ? " Views that share their errors and still disagree leave more doubt than one of them alone." : "");
+    at("views-note").textContent = `All views share the parameters of one network, so their errors are correlated. Fused with this taken into account: ${fused.class} with ${percent(fused.confidence)} ± ${(100 * fused.std[fused.label]).toFixed(1)}. As if they were independent: ± ${(100 * naive.std[fused.label]).toFixed(1)}; this view alone: ± ${(100 * single.std[fused.label]).toFixed(1)}.`
+      + (fused.std[fused.label] > single.std[fused.label] ? " Views that share their errors and still disagree leave more doubt than a single view." : "");
   } else {
     at("fusion").replaceChildren();
     at("views-note").textContent = VIEWS_NOTE;
@@ -111,23 +111,23 @@ function showSeen(input) {
 }
 
 function showViews() {
-  const made = state.views.map((view, place) => {
+  const thumbnails = state.views.map((view, place) => {
     const remove = element("button", { type: "button" }, "×");
     remove.setAttribute("aria-label", `Remove view ${place + 1}`);
     remove.addEventListener("click", () => { state.views.splice(place, 1); update(); });
     return element("div", { className: "thumb", role: "listitem" }, thumbnail(view.picture), element("span", {}, `view ${place + 1}`), remove);
   });
-  if (made.length) made.push(element("div", { className: "thumb now", role: "listitem" }, thumbnail(state.pad.canvas), element("span", {}, "now")));
-  at("views").replaceChildren(...made);
+  if (thumbnails.length) thumbnails.push(element("div", { className: "thumb now", role: "listitem" }, thumbnail(state.pad.canvas), element("span", {}, "now")));
+  at("views").replaceChildren(...thumbnails);
 }
 
 function thumbnail(picture) {
-  const made = element("canvas", { width: 120, height: 120 });
-  made.setAttribute("aria-hidden", "true");
-  const context = made.getContext("2d");
+  const canvas = element("canvas", { width: 120, height: 120 });
+  canvas.setAttribute("aria-hidden", "true");
+  const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
   context.drawImage(picture, 0, 0, 120, 120);
-  return made;
+  return canvas;
 }
 
 // ---------------------------------------------------------------------------------------------------------- controls
@@ -184,20 +184,20 @@ function readArray() {
   const words = at("array").value.trim();
   const numbers = words.replace(/[[\]()]/g, " ").split(/[\s,;]+/).filter(Boolean).map(Number);
   const shape = state.model.input_shape;
-  const wanted = shape ? shape.reduce((product, size) => product * size, 1) : numbers.length;
+  const size = shape ? shape.reduce((product, length) => product * length, 1) : numbers.length;
   if (!numbers.length || numbers.some((value) => !Number.isFinite(value))) {
-    say("The array cannot be read; expected finite numbers with commas or spaces between them.", "error");
+    say("The array is invalid; expected finite numbers separated by commas or spaces.", "error");
     settle("error");
     return;
   }
-  if (numbers.length !== wanted) {
-    say(`The array has ${numbers.length} numbers; this model takes ${wanted}.`, "error");
+  if (numbers.length !== size) {
+    say(`The array has ${numbers.length} numbers; this model takes ${size}.`, "error");
     settle("error");
     return;
   }
   let values = numbers;
-  for (const size of (shape || []).slice(1).reverse()) {
-    values = Array.from({ length: values.length / size }, (_, place) => values.slice(place * size, (place + 1) * size));
+  for (const length of (shape || []).slice(1).reverse()) {
+    values = Array.from({ length: values.length / length }, (_, place) => values.slice(place * length, (place + 1) * length));
   }
   useArray(values, isPicture() ? pixels(values, shape, state.model.digits) : null);
 }

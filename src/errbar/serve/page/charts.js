@@ -1,11 +1,11 @@
-// The pictures: the plane of two logits, the heat map of P^f, the outlier scale, and what fusion makes of several views.
+// The charts: the plane of two logits, the heat map of P^f, the outlier scale, and the fusion of several views.
 
 import { element, percent, plain, svg } from "./numbers.js";
 
 function text(x, y, content, attributes = {}) {
-  const made = svg("text", { x, y, ...attributes });
-  made.textContent = content;
-  return made;
+  const label = svg("text", { x, y, ...attributes });
+  label.textContent = content;
+  return label;
 }
 
 export function empty(box, sentence) {
@@ -23,9 +23,9 @@ function steps(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + 1e-9; value += step) found.push(Number(value.toFixed(9)));
-  return found;
+  const ticks = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + 1e-9; value += step) ticks.push(Number(value.toFixed(9)));
+  return ticks;
 }
 
 export function drawPlane(box, prediction, classes) {
@@ -81,19 +81,19 @@ export function drawHeat(box, prediction, classes, places, tell) {
     parts.push(text(left + (row + 0.5) * side, top - 7, short(classes[i]), { "text-anchor": "middle" }));
     places.forEach((j, column) => {
       const value = prediction.covariance[i][j];
-      const strength = Math.sqrt(Math.abs(value) / most); // by standard deviation: faint ones can be seen
+      const strength = Math.sqrt(Math.abs(value) / most); // as a standard deviation, so that small values remain visible
       parts.push(svg("rect", { class: `cell ${value >= 0 ? "plus" : "minus"}`, x: left + column * side, y: top + row * side, width: side, height: side, "fill-opacity": strength.toFixed(3) }));
     });
   });
-  const chosen = svg("rect", { class: "chosen", width: side, height: side, visibility: "hidden" });
-  const chart = svg("svg", { viewBox: `0 0 ${left + size + 8} ${top + size + 6}`, role: "img", tabindex: 0 }, ...parts, chosen);
+  const frame = svg("rect", { class: "chosen", width: side, height: side, visibility: "hidden" });
+  const chart = svg("svg", { viewBox: `0 0 ${left + size + 8} ${top + size + 6}`, role: "img", tabindex: 0 }, ...parts, frame);
   chart.setAttribute("aria-label", `Covariance of the probabilities of ${count} classes; arrow keys read its cells`);
   const at = box.heatAt || (box.heatAt = { row: 0, column: 0 });
   const choose = (row, column) => {
     Object.assign(at, { row: Math.min(Math.max(row, 0), count - 1), column: Math.min(Math.max(column, 0), count - 1) });
-    chosen.setAttribute("x", left + at.column * side);
-    chosen.setAttribute("y", top + at.row * side);
-    chosen.setAttribute("visibility", "visible");
+    frame.setAttribute("x", left + at.column * side);
+    frame.setAttribute("y", top + at.row * side);
+    frame.setAttribute("visibility", "visible");
     const [i, j] = [places[at.row], places[at.column]];
     const value = prediction.covariance[i][j];
     const spread = Math.sqrt(prediction.covariance[i][i] * prediction.covariance[j][j]);
@@ -101,10 +101,10 @@ export function drawHeat(box, prediction, classes, places, tell) {
     tell(i === j ? `Var f(${classes[i]}) = ${plain(value)}, standard deviation ${percent(Math.sqrt(Math.max(value, 0)))}` : `Cov(f(${classes[i]}), f(${classes[j]})) = ${plain(value)}, correlation ${correlation.toFixed(2)}`);
   };
   chart.addEventListener("pointermove", (event) => {
-    const frame = chart.getBoundingClientRect();
-    const share = (left + size + 8) / frame.width;
-    const column = Math.floor(((event.clientX - frame.left) * share - left) / side);
-    const row = Math.floor(((event.clientY - frame.top) * share - top) / side);
+    const bounds = chart.getBoundingClientRect();
+    const share = (left + size + 8) / bounds.width;
+    const column = Math.floor(((event.clientX - bounds.left) * share - left) / side);
+    const row = Math.floor(((event.clientY - bounds.top) * share - top) / side);
     if (row >= 0 && row < count && column >= 0 && column < count) choose(row, column);
   });
   chart.addEventListener("keydown", (event) => {
@@ -129,7 +129,7 @@ export function drawOutlier(box, reference, outlier) {
   const bins = new Array(36).fill(0);
   const step = (logs[100] - logs[0]) / bins.length || 1;
   for (let place = 0; place < 100; place += 1) {
-    // One per cent of the inputs lies evenly between two percentiles.
+    // One per cent of the inputs lies between two percentiles, taken as evenly spread.
     const [from, to] = [(logs[place] - logs[0]) / step, (logs[place + 1] - logs[0]) / step];
     for (let bin = Math.floor(from); bin <= Math.min(Math.floor(to), bins.length - 1); bin += 1) {
       const share = to > from ? (Math.min(to, bin + 1) - Math.max(from, bin)) / (to - from) : 1;
@@ -149,7 +149,7 @@ export function drawOutlier(box, reference, outlier) {
   }
   if (here !== null) parts.push(svg("path", { class: "mark", d: `M${x(here)} 6V68` }), svg("circle", { class: "orange", cx: x(here), cy: 6, r: 4 }));
   box.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...parts));
-  if (!outlier) return "How much of the doubt about an input is the model's own: its mutual information, among those of the training inputs.";
+  if (!outlier) return "How much of the doubt about an input comes from the model itself: its mutual information, compared with those of the training inputs.";
   const times = outlier.times_the_median;
   return `The model is less sure of itself here than about ${outlier.percentile.toFixed(1)} % of the ${outlier.training_inputs} training inputs: mutual information ${plain(outlier.mutual_information)} nats, ${times >= 10 ? times.toFixed(0) : times.toFixed(1)} times their median.`;
 }
@@ -157,31 +157,31 @@ export function drawOutlier(box, reference, outlier) {
 export function drawFusion(box, object, classes, count) {
   const order = object.fused.pmf.map((_, place) => place).sort((a, b) => object.fused.pmf[b] + object.single.at(-1).pmf[b] - object.fused.pmf[a] - object.single.at(-1).pmf[a]);
   const sources = [["single", "this view alone", object.single.at(-1)], ["naive", "as if independent", object.independent], ["fused", `${count} views fused`, object.fused]];
-  const shown = order.slice(0, Math.min(3, classes.length));
+  const leaders = order.slice(0, Math.min(3, classes.length));
   const [left, width, gap] = [118, box.clientWidth < 420 ? 150 : 300, 22];
-  const height = shown.length * (3 * gap + 14) + 22;
+  const height = leaders.length * (3 * gap + 14) + 22;
   const x = (value) => left + value * width;
   const parts = [];
   for (const value of [0, 0.25, 0.5, 0.75, 1]) {
     parts.push(svg("path", { class: "grid", d: `M${x(value)} 2V${height - 20}` }), text(x(value), height - 4, `${100 * value}${value === 1 ? " %" : ""}`, { "text-anchor": "middle" }));
   }
-  shown.forEach((place, group) => {
+  leaders.forEach((place, group) => {
     const top = group * (3 * gap + 14) + 14;
     parts.push(text(0, top + gap + 4, classes[place].slice(0, 10), { class: "strong" }));
-    sources.forEach(([kind, name, told], line) => {
+    sources.forEach(([kind, name, source], line) => {
       const y = top + line * gap;
-      const made = svg("g", { class: `fusion-line ${kind}` });
-      made.append(svg("line", { x1: x(told.lower[place]), x2: x(told.upper[place]), y1: y, y2: y }));
-      const mark = kind === "naive" ? svg("rect", { x: x(told.pmf[place]) - 4, y: y - 4, width: 8, height: 8 }) : svg("circle", { cx: x(told.pmf[place]), cy: y, r: 4.5 });
-      made.append(mark, text(left - 10, y + 4, name, { "text-anchor": "end" }));
-      const value = text(left + width + 8, y + 4, percent(told.pmf[place]), { class: kind === "fused" ? "strong" : "" });
+      const bar = svg("g", { class: `fusion-line ${kind}` });
+      bar.append(svg("line", { x1: x(source.lower[place]), x2: x(source.upper[place]), y1: y, y2: y }));
+      const mark = kind === "naive" ? svg("rect", { x: x(source.pmf[place]) - 4, y: y - 4, width: 8, height: 8 }) : svg("circle", { cx: x(source.pmf[place]), cy: y, r: 4.5 });
+      bar.append(mark, text(left - 10, y + 4, name, { "text-anchor": "end" }));
+      const value = text(left + width + 8, y + 4, percent(source.pmf[place]), { class: kind === "fused" ? "strong" : "" });
       value.dataset.kind = kind;
       value.dataset.class = classes[place];
-      made.append(value);
-      parts.push(made);
+      bar.append(value);
+      parts.push(bar);
     });
   });
   const chart = svg("svg", { viewBox: `0 0 ${left + width + 56} ${height}`, role: "img" }, ...parts);
-  chart.setAttribute("aria-label", sources.map(([, name, told]) => `${name}: ${told.class} with ${percent(told.confidence)}`).join("; "));
+  chart.setAttribute("aria-label", sources.map(([, name, source]) => `${name}: ${source.class} with ${percent(source.confidence)}`).join("; "));
   box.replaceChildren(chart);
 }

@@ -1,9 +1,9 @@
-// Numbers for people, and elements in few words.
+// Numbers as text, and short ways to make elements.
 
 export function percent(value, digits = 1) {
-  const shown = 100 * value;
-  if (shown > 0 && shown < 0.05 && digits === 1) return "< 0.1 %";
-  return `${shown.toFixed(digits)} %`;
+  const share = 100 * value;
+  if (share > 0 && share < 0.05 && digits === 1) return "< 0.1 %";
+  return `${share.toFixed(digits)} %`;
 }
 
 export function plain(value) {
@@ -13,18 +13,18 @@ export function plain(value) {
 }
 
 export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+  const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key in made && key !== "list" && key !== "form") made[key] = value;
-    else made.setAttribute(key, value);
+    if (key in node && key !== "list" && key !== "form") node[key] = value;
+    else node.setAttribute(key, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 export function svg(name, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
 }

@@ -1,4 +1,4 @@
-// The pad: black ink on white paper whatever the theme, by pointer, finger or keyboard.
+// The pad: black ink on white paper in any theme, with pointer, finger or keyboard.
 
 const PEN = 22;
 const STEP = 14;
@@ -49,8 +49,8 @@ export class Pad {
 
   move(event) {
     if (!this.at) return;
-    const passed = event.getCoalescedEvents ? event.getCoalescedEvents() : [];
-    for (const one of passed.length ? passed : [event]) {
+    const events = event.getCoalescedEvents ? event.getCoalescedEvents() : [];
+    for (const one of events.length ? events : [event]) {
       const next = this.point(one);
       this.stroke(this.at, next);
       this.at = next;
@@ -101,7 +101,7 @@ export class Pad {
     this.cursor.style.top = `${this.key.y * share}px`;
   }
 
-  // A picture that fills the pad as far as its shape allows; `sharp` for pixels that should be seen as such.
+  // A picture that fills the pad as far as its shape allows; `sharp` keeps its pixels visible.
   show(picture, sharp) {
     this.erase();
     const { context, canvas } = this;
@@ -129,11 +129,11 @@ export class Pad {
   }
 
   copy() {
-    const made = document.createElement("canvas");
-    made.width = this.canvas.width;
-    made.height = this.canvas.height;
-    made.getContext("2d").drawImage(this.canvas, 0, 0);
-    return made;
+    const copy = document.createElement("canvas");
+    copy.width = this.canvas.width;
+    copy.height = this.canvas.height;
+    copy.getContext("2d").drawImage(this.canvas, 0, 0);
+    return copy;
   }
 }
 
@@ -144,9 +144,9 @@ export function pixels(values, shape, ink) {
   const [height, width] = digits ? [side, side] : shape.slice(-2);
   const channels = shape.length === 3 ? shape[0] : 1;
   const flat = values.flat(Infinity);
-  const made = document.createElement("canvas");
-  Object.assign(made, { width, height });
-  const context = made.getContext("2d");
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width, height });
+  const context = canvas.getContext("2d");
   const image = context.createImageData(width, height);
   for (let place = 0; place < width * height; place += 1) {
     for (let colour = 0; colour < 3; colour += 1) {
@@ -156,5 +156,5 @@ export function pixels(values, shape, ink) {
     image.data[4 * place + 3] = 255;
   }
   context.putImageData(image, 0, 0);
-  return made;
+  return canvas;
 }

@@ -1,4 +1,4 @@
-// One line for each class: its probability with an interval, its threshold γ on the same axis, and its risk.
+// One line per class: its probability with an interval, its threshold γ on the same axis, and its risk.
 
 import { element, percent, svg } from "./numbers.js";
 
