@@ -898,7 +898,7 @@ def gaussian(rows: int = 2, classes: int = 3) -> errbar.LogitGaussian:
 @pytest.mark.parametrize(
     ("sources", "error", "message"),
     [
-        ([], errbar.ArgumentError, r"nothing to fuse; expected one or more LogitGaussian"),
+        ([], errbar.ArgumentError, r"nothing to fuse; expected at least one LogitGaussian"),
         ([gaussian(), gaussian(classes=4)], errbar.MismatchError, r"Cannot fuse classifiers with 3 and 4 classes"),
         ([gaussian(), gaussian(rows=5)], errbar.MismatchError, r"Cannot fuse 2 inputs with 5; expected row i"),
         (

@@ -188,7 +188,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
         ("other_lengths", "DataError", "Rank 0 has a data set of 53 samples, rank 1 one of 52"),
         ("other_kinds", "DataError", "The data of rank 0 are a whole data set, those of rank 1 are its own batches"),
         ("nothing_at_all", "DataError", "The data are empty"),
-        ("nothing_to_calibrate_on", "DataError", "The data to calibrate on are empty"),
+        ("nothing_to_calibrate_on", "DataError", "The data for calibration are empty"),
         ("nothing_to_forget", "DataError", "The data are empty on all ranks"),
         ("other_seeds", "DataError", "The DistributedSampler of rank 1 has"),
         ("one_part_twice", "DataError", "The DistributedSamplers of ranks 0 and 1 both take part 0"),

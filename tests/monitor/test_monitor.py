@@ -95,10 +95,10 @@ def test_every_bet_on_a_p_value_is_a_density() -> None:
     test = RankTest.against(np.zeros(1, np.int64), 1)
     for p in generator.beta(0.5, 2, 150):
         test._factors(float(p))
-    learned = [[*seen] for seen in test.seen]
+    learned = [[*history] for history in test.histories]
 
     def factor(p: float, bet: int) -> float:
-        test.seen = [[*seen] for seen in learned]
+        test.histories = [[*history] for history in learned]
         return test._factors(p)[bet]
 
     for bet in range(len(test.evidence.wealth)):
@@ -610,9 +610,9 @@ def test_a_reference_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "sentence"),
     [
-        ([1, 2], errbar.ArgumentError, r"There are 2 ids for 3 inputs; expected one for each"),
+        ([1, 2], errbar.ArgumentError, r"There are 2 ids for 3 inputs; expected one per input"),
         ([1, 2, 2], errbar.DataError, r"the same name twice"),
-        ([1, 2, 0], errbar.DataError, r"The input 0 still waits for its label"),
+        ([1, 2, 0], errbar.DataError, r"The input 0 is still waiting for its label"),
         ([1.5, 2, 3], errbar.ArgumentError, r"ids hold 1\.5; expected integers or strings"),
         ("abc", errbar.ArgumentError, r"ids is 'abc'; expected a sequence"),
         (7, errbar.ArgumentError, r"ids is 7; expected a sequence"),
@@ -648,9 +648,11 @@ def test_predictions_and_labels_that_cannot_be() -> None:
 
 def test_states_that_cannot_be() -> None:
     state = errbar.Monitor(prediction(5, 0)).state()
-    with pytest.raises(errbar.ArgumentError, match=r"no state of a monitor; expected what `Monitor.state` returned"):
+    with pytest.raises(
+        errbar.ArgumentError, match=r"not the state of a monitor; expected the result of `Monitor.state`"
+    ):
         errbar.Monitor.from_state({"format": "something else"})
-    with pytest.raises(errbar.ArgumentError, match=r"no state of a monitor"):
+    with pytest.raises(errbar.ArgumentError, match=r"not the state of a monitor"):
         errbar.Monitor.from_state({**state, "version": 2})
     with pytest.raises(errbar.ArgumentError, match=r"is damaged \(KeyError: 'tally'\)"):
         errbar.Monitor.from_state({key: value for key, value in state.items() if key != "tally"})
@@ -672,16 +674,16 @@ def test_states_that_cannot_be() -> None:
         (("inputs",), math.inf, r"'inf' in place of a whole number"),
         (("ranks", "entropy", "counts"), [[3, -5]], r"'-5' in place of a whole number"),
         (("ranks", "entropy", "counts"), [[-3, 5]], r"'-3' in place of a whole number"),
-        (("ranks", "entropy", "counts"), [], r"fewer scores than the reference has"),
-        (("ranks", "entropy", "reference"), [], r"fewer scores than the reference has"),
+        (("ranks", "entropy", "counts"), [], r"fewer scores than in the reference"),
+        (("ranks", "entropy", "reference"), [], r"fewer scores than in the reference"),
         (("ranks", "entropy", "evidence", "wealth"), [math.nan] * 8, r"in place of 8 finite numbers"),
         (("ranks", "entropy", "evidence", "wealth"), [-1.0] * 8, r"in place of 8 finite numbers"),
         (("ranks", "entropy", "evidence", "start"), [0.5] * 8, r"'0.5' in place of a whole number"),
         (("ranks", "entropy", "evidence", "steps"), -1, r"'-1' in place of a whole number"),
-        (("ranks", "entropy", "seen"), [], r"0 densities in place of 2"),
+        (("ranks", "entropy", "seen"), [], r"0 densities instead of 2"),
         (("labelled", "innovation", "best"), [1.0], r"in place of 5 finite numbers"),
         (("tally", "count"), [], r"in place of 10 finite numbers"),
-        (("tally", "labels"), 3, r"3 labels that are not those of its bins"),
+        (("tally", "labels"), 3, r"3 labels, which do not match its bins"),
         (("waiting", "limit"), "many", r"'many' in place of a whole number"),
         (("waiting", "entries"), [["a", 1, [math.nan] * CLASSES]], r"in place of 4 finite numbers"),
         (("waiting", "entries"), [[None, 1, [0.25] * CLASSES]], r"the name 'None'"),

@@ -202,7 +202,7 @@ def test_questions_that_make_no_sense_are_refused() -> None:
     information, x, y = collected()
     with pytest.raises(errbar.ArgumentError, match="by is 'aic'; expected 'evidence' or 'nll'"):
         errbar.choose_prior(information, by="aic")
-    with pytest.raises(errbar.ArgumentError, match="evidence is of the training data"):
+    with pytest.raises(errbar.ArgumentError, match="evidence is that of the training data"):
         errbar.choose_prior(information, [(x, y)])
     with pytest.raises(errbar.DataError, match="needs held-out data with labels"):
         errbar.choose_prior(information, by="nll")

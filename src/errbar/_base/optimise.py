@@ -12,7 +12,7 @@ from torch import Tensor
 Slopes = tuple[float, Float[Tensor, "d"], Float[Tensor, "d d"]]
 
 
-def compass(
+def pattern_search(
     value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor, rounds: int = 14
 ) -> tuple[float, Tensor]:
     """Step along each axis and diagonal while it helps, then halve the step. The least value and where it is.
@@ -85,7 +85,7 @@ def quasi_newton(
     return value, point
 
 
-def where_it_turns(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-5) -> float:
+def turning_point(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-5) -> float:
     """The end of the stretch from `low` on over which this does not hold."""
     if holds(low):
         return low

@@ -1,4 +1,4 @@
-"""How well labels agree with what was predicted, as sums that grow with the stream, and how sure one can be of it."""
+"""How well labels agree with predictions, as running sums, with an interval that is valid at all times."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ETA, _S, _ZETA_S = 2.0, 1.4, 3.105547277977581
 
 @dataclass(frozen=True)
 class Agreement:
-    """What N labels said of their predictions.
+    """How N labels agree with their predictions.
 
     - `gap`: mean confidence minus accuracy, positive where the classifier is over-confident;
-    - `interval`: holds the expected gap at all times at once with probability `level`: look as often as you like;
+    - `interval`: contains the expected gap at all times at once with probability `level`, however often you look;
     - `ece`: Σ_j (n_j/N) |accuracy − confidence| of ten bins of confidence;
     - `innovation`: the mean of ν/(M−1), one or less for a calibrated PMF (`martingales.innovation_squared`).
     """
@@ -36,7 +36,7 @@ class Agreement:
 
 @dataclass
 class Tally:
-    """Sums over labels. All but `squares` are the same in whatever order the labels come."""
+    """Sums over labels. All but `squares` are independent of the order of the labels."""
 
     labels: int = 0
     innovation: float = 0.0
@@ -46,7 +46,7 @@ class Tally:
     correct: list[int] = field(default_factory=lambda: [0] * _BINS)
 
     def add(self, confidence: float, correct: bool, innovation: float) -> None:
-        # Against the mean of those before: the boundary needs a guess made before the number is seen.
+        # Relative to the mean so far: the boundary needs a guess made before the number is seen.
         guess = self._gap / self.labels if self.labels else 0.0
         self.squares += (confidence - correct - guess) ** 2
         at = min(int(confidence * _BINS), _BINS - 1)
@@ -98,7 +98,7 @@ class Tally:
         confidence = stored_numbers(state["confidence"], _BINS)
         labels = stored_whole(state["labels"])
         if labels != sum(count) or any(right > all_ for right, all_ in zip(correct, count, strict=True)):
-            raise ValueError(f"{labels} labels that are not those of its bins")
+            raise ValueError(f"{labels} labels, which do not match its bins")
         return Tally(labels, innovation, squares, count, confidence, correct)
 
 
@@ -110,7 +110,7 @@ def stitched_boundary(variance: float, alpha: float, scale: float) -> float:
     theorem 4 with the boundary of eq. 10):
         u(v) = √(k₁² v ℓ + k₂² c² ℓ²) + k₂ c ℓ,     ℓ = s ln ln(η v) + ln(ζ(s)/(α lnˢ η)),     v at least 1,
         k₁ = (η^¼ + η^−¼)/√2,     k₂ = (√η + 1)/2.
-    It grows as √(v ln ln v): an interval that may be looked at always is hardly wider than one to be looked at once.
+    It grows as √(v ln ln v): an interval valid at all times is hardly wider than one for a single look.
     """
     v = max(variance, 1.0)
     ell = _S * math.log(math.log(_ETA * v)) + math.log(_ZETA_S / (alpha * math.log(_ETA) ** _S))

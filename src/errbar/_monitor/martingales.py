@@ -1,12 +1,12 @@
-"""Evidence that gathers in a stream, one number at a time: bets against "nothing has changed".
+"""Evidence that accumulates over a stream, one number at a time: bets against "nothing has changed".
 
-A *bet* multiplies what is staked by a factor ≥ 0 whose expectation is at most 1 as long as nothing has changed.
-Whoever starts with 1 and bets so, however cleverly, ever owns 1/α with a probability of at most α (Ville's
-inequality): capital is evidence, and an alarm at 1/α has a false-alarm rate of α over a stream of any length.
+A *bet* multiplies its stake by a factor ≥ 0 whose expectation is at most 1 as long as nothing has changed. A gambler
+who starts with 1 ever reaches 1/α with a probability of at most α, whatever the strategy (Ville's inequality): capital
+is evidence, and an alarm at 1/α has a false-alarm rate of α over a stream of any length.
 
-- `Evidence` is the purse: several bets at a time, begun at every step anew.
+- `Evidence` is the capital: several bets at a time, started anew at every step.
 - `RankTest` bets that a score is no longer exchangeable with those of a reference (a conformal test martingale).
-- `gap_factors` and `innovation_factors` bet on labels against what the PMF says of them.
+- `gap_factors` and `innovation_factors` bet on labels against the PMF.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from numpy.typing import NDArray
 
 from errbar._base.checks import stored_numbers, stored_whole
 
-# Cells of scores: sixteen an octave (4.4 % wide) from 2⁻²⁰ to 2²⁰. The grid is fixed beforehand, because one that
-# is made from the reference would treat the reference unlike the stream. The same input has the same score to some
-# 10⁻⁵ of it in every batch that it comes in (rounding of a float32 network; that of the sums is smaller), far less than
-# a cell: hardly a score in a thousand changes its cell, in either direction. Below 10⁻⁶, an input is certain, and all
-# such share one cell.
-_CELLS_AN_OCTAVE = 16
+# Cells of scores: sixteen per octave (4.4 % wide) from 2⁻²⁰ to 2²⁰. The grid is fixed in advance, because one made from
+# the reference would treat the reference unlike the stream. An input's score differs between batches by a relative
+# 10⁻⁵ or so (rounding of a float32 network; that of the sums is smaller), far less than a cell: hardly one score in a
+# thousand changes its cell, in either direction. Below 10⁻⁶ an input is certain, and all such inputs share one cell.
+_CELLS_PER_OCTAVE = 16
 _OCTAVES = 20
-SCORE_CELLS = 2 * _OCTAVES * _CELLS_AN_OCTAVE + 1
+SCORE_CELLS = 2 * _OCTAVES * _CELLS_PER_OCTAVE + 1
 
-# The learned densities of p-values: equal cells, and how many of the last p-values count.
+# The learned densities of p-values: the number of equal cells, and the number of recent p-values that count.
 _DENSITY_CELLS = 10
 _MEMORIES = (30, 300)
 RANK_SIDES = ("higher",) * 3 + ("lower",) * 3 + ("different",) * len(_MEMORIES)
@@ -43,17 +42,17 @@ GAP_BETS, INNOVATION_BETS = len(_GAP_STAKES), len(_INNOVATION_STAKES)
 
 @dataclass
 class Evidence:
-    """Capital that K bets make of a capital of 1, when the change may begin at any step.
+    """What K bets make of a capital of 1, when the change may begin at any step.
 
     At step s, 1/(s(s+1)) of the initial capital is taken from the reserve and staked on the K bets in equal parts:
         W_k ← (W_k + 1/(K s(s+1))) · factor_k,     capital = 1/(s+1) + Σ_k W_k,
-    which is a martingale if the factors have expectation 1: Ville's inequality holds. A bet that was begun at the
-    start of the stream and lost for a million steps would have to win all that back before it noticed a change;
-    this capital is never below 1/(s+1), and a change at step s costs no more than about 2 ln s + ln K nats. (A
-    Shiryaev–Roberts sum with weights.)
+    which is a martingale if the factors have expectation 1: Ville's inequality holds. A bet that began with the
+    stream and lost for a million steps would have to win all of that back before it noticed a change; this capital is
+    never below 1/(s+1), and a change at step s costs no more than about 2 ln s + ln K nats. (A weighted
+    Shiryaev–Roberts sum.)
 
-    `best[k]` is the most that bet k made of 1 from any one step on, and `start[k]` that step (Page's CUSUM): the most
-    likely beginning of the change, in the caller's `mark`s.
+    `best[k]` is the most that bet k made of 1 from any single step on, and `start[k]` that step (Page's CUSUM): the
+    most likely beginning of the change, as one of the caller's `mark`s.
     """
 
     wealth: list[float]
@@ -80,7 +79,7 @@ class Evidence:
 
     @property
     def winner(self) -> int:
-        """Which bet owns most."""
+        """The bet with the most capital."""
         return max(range(len(self.wealth)), key=self.wealth.__getitem__)
 
     def state(self) -> dict[str, Any]:
@@ -94,10 +93,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A test found what would be found with a probability of at most `rate` if nothing had changed, ever in a run.
+    """An alarm of one test: if nothing has changed, a run has one with a probability of at most `rate`.
 
     `at` and `since` count the inputs of the run from 1: the one whose score or label raised the alarm, and the one at
-    which the change probably began. `observations` is how many scores or labels the test had seen, and `capital`
+    which the change probably began. `observations` is the number of scores or labels the test had used, and `capital`
     what its bets had made of 1; the alarm is raised at 1/rate.
     """
 
@@ -118,35 +117,35 @@ class Alarm:
 
 @dataclass
 class RankTest:
-    """Bets on the ranks of scores among the reference and all that came before (a conformal test martingale).
+    """Bets on the ranks of scores among the reference and all earlier scores (a conformal test martingale).
 
-    `counts` are the numbers of scores in each cell, the reference's included. The p-value of a score s_t is
+    `counts` are the numbers of scores in each cell, including the reference's. The p-value of a score s_t is
         p_t = (#{i ≤ t : s_i > s_t} + U_t #{i ≤ t : s_i = s_t}) / (n + t),     U_t uniform in [0, 1].
     If reference and stream are exchangeable, p_1, p_2, … are independent and uniform (Vovk, Gammerman and Shafer,
     *Algorithmic Learning in a Random World*, section 8.2), whatever the scores, their ties and the size n of the
-    reference. Ranks within the reference alone would not do: it differs from the truth by 1/√n, which a long stream
-    would notice.
+    reference. Ranks within the reference alone would not suffice: it differs from the truth by 1/√n, which a long
+    stream would detect.
 
     The bets are densities on [0, 1]. Three say that scores are higher than the reference's (½ p^−½, ¼ p^−¾, 3/2 − p),
-    three mirror images that they are lower, and two histograms are learned from the p-values before.
+    three mirror images say that they are lower, and two histograms are learned from earlier p-values.
     """
 
     reference: NDArray[np.int64]
     counts: NDArray[np.int64]
     total: int
     evidence: Evidence
-    seen: list[list[float]]
+    histories: list[list[float]]
 
     @staticmethod
     def against(cells: Int[np.ndarray, "n"], size: int) -> RankTest:
-        """A test against a reference whose scores are in these of `size` cells."""
+        """A test against a reference whose scores lie in these cells, out of `size` cells."""
         reference = np.bincount(cells, minlength=size).astype(np.int64)
         return RankTest.begin(reference)
 
     @staticmethod
     def begin(reference: NDArray[np.int64]) -> RankTest:
-        seen = [[0.0] * _DENSITY_CELLS for _ in _MEMORIES]
-        return RankTest(reference, reference.copy(), int(reference.sum()), Evidence.of(len(RANK_SIDES)), seen)
+        histories = [[0.0] * _DENSITY_CELLS for _ in _MEMORIES]
+        return RankTest(reference, reference.copy(), int(reference.sum()), Evidence.of(len(RANK_SIDES)), histories)
 
     def observe(self, cell: int, uniform: float, mark: int) -> None:
         self.evidence.bet(self._factors(self.place(cell, uniform)), mark)
@@ -164,11 +163,11 @@ class RankTest:
         factors = [0.5 / root_low, 0.25 / (root_low * math.sqrt(root_low)), 1.5 - p]
         factors += [0.5 / root_high, 0.25 / (root_high * math.sqrt(root_high)), 0.5 + p]
         at = min(int(p * _DENSITY_CELLS), _DENSITY_CELLS - 1)
-        for memory, seen in zip(_MEMORIES, self.seen, strict=True):
-            factors.append(_DENSITY_CELLS * (seen[at] + 1) / (sum(seen) + _DENSITY_CELLS))
+        for memory, history in zip(_MEMORIES, self.histories, strict=True):
+            factors.append(_DENSITY_CELLS * (history[at] + 1) / (sum(history) + _DENSITY_CELLS))
             for j in range(_DENSITY_CELLS):
-                seen[j] *= 1 - 1 / memory
-            seen[at] += 1
+                history[j] *= 1 - 1 / memory
+            history[at] += 1
         return factors
 
     def state(self) -> dict[str, Any]:
@@ -176,25 +175,25 @@ class RankTest:
             "reference": _sparse(self.reference),
             "counts": _sparse(self.counts),
             "evidence": self.evidence.state(),
-            "seen": [[*seen] for seen in self.seen],
+            "seen": [[*history] for history in self.histories],
         }
 
     @staticmethod
     def from_state(state: dict[str, Any], size: int) -> RankTest:
         reference, counts = _dense(state["reference"], size), _dense(state["counts"], size)
         if not reference.any() or (counts < reference).any():
-            raise ValueError("fewer scores than the reference has")
+            raise ValueError("fewer scores than in the reference")
         evidence = Evidence.from_state(state["evidence"], len(RANK_SIDES))
-        seen = [stored_numbers(own, _DENSITY_CELLS) for own in state["seen"]]
-        if len(seen) != len(_MEMORIES):
-            raise ValueError(f"{len(seen)} densities in place of {len(_MEMORIES)}")
-        return RankTest(reference, counts, int(counts.sum()), evidence, seen)
+        histories = [stored_numbers(own, _DENSITY_CELLS) for own in state["seen"]]
+        if len(histories) != len(_MEMORIES):
+            raise ValueError(f"{len(histories)} densities instead of {len(_MEMORIES)}")
+        return RankTest(reference, counts, int(counts.sum()), evidence, histories)
 
 
 def score_cells(scores: Float[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
     """The cell of each score ≥ 0 on the logarithmic grid."""
     octaves = np.log2(np.clip(scores, 2.0**-_OCTAVES, 2.0**_OCTAVES)) + _OCTAVES
-    cells: NDArray[np.int64] = np.floor(octaves * _CELLS_AN_OCTAVE).astype(np.int64)
+    cells: NDArray[np.int64] = np.floor(octaves * _CELLS_PER_OCTAVE).astype(np.int64)
     return cells
 
 
@@ -215,10 +214,10 @@ def innovation_squared(pmf: Float[np.ndarray, "M"], label: int, noise: float) ->
 
     diag(1/f) is a generalised inverse of S and y − f is in its range (the vectors that sum to zero), so
         ν = Σ_m (y_m − f_m)²/f_m = 1/f_y − 1,     with expectation Σ_m f_m (1/f_m − 1) = M − 1 if y is drawn from f.
-    f is (1 − ε) f̂ + ε/M: the PMF, if a share ε of the labels is drawn by lot. Then ν has expectation at most M − 1
+    f is (1 − ε) f̂ + ε/M: the PMF, if a share ε of the labels is drawn at random. Then ν has expectation at most M − 1
     for every share of such labels from 0 to ε: it is linear in the share, M − 1 at ε, and at 0 one less than
     Σ_m f̂_m/((1 − ε) f̂_m + ε/M), which is convex in ε and at most M at both ends, ε = 0 and 1. Without ε, one
-    wrong label that the network held for impossible (f̂_y = 10⁻⁹) would outweigh a million right ones.
+    wrong label that the network considers impossible (f̂_y = 10⁻⁹) would outweigh a million right ones.
     """
     probability = (1 - noise) * float(pmf[label]) + noise / len(pmf)
     return 1 / probability - 1

@@ -1,24 +1,24 @@
-"""`Monitor`: watches a stream of predictions, with labels that come late or never; alarms at a stated rate.
+"""`Monitor`: watches a stream of predictions whose labels come late or never, and raises alarms at a stated rate.
 
-The one value of this package that changes: a stream has a past. What it keeps does not grow with the stream: some
-hundred numbers for each test, and the PMFs whose labels are awaited, at most `outstanding` of them.
+It is the one mutable value of errbar: a stream has a past. Its size does not grow with the stream: some hundred numbers
+per test, and the PMFs that wait for their labels, at most `outstanding` of them.
 
 **Inputs**, without labels. Their scores are compared with those of a reference by the tests
 - "mutual_information": how much the class depends on which parameters are right,
 - "entropy": the total uncertainty about the class,
-- "classes": which classes are predicted how often.
+- "classes": how often each class is predicted.
 Each is a conformal test martingale (`errbar._monitor.martingales.RankTest`).
 
 **Labels.** With f̂ the PMF, ŷ its most likely class and d = f̂_ŷ − 1(y = ŷ), the tests
 - "overconfidence" and "underconfidence" bet on E[d] > δ and E[−d] > δ, δ = `tolerance`,
 - "innovation" bets on E[ν] > M − 1 of the normalised innovation squared (`martingales.innovation_squared`).
 
-*What the covariance of the PMF has to do with it.* One label is distributed as f̂, whatever P^f is: the covariance
-of its unit vector y is E[diag f − f fᵀ] + cov f = (diag f̂ − f̂ f̂ᵀ − P^f) + P^f = diag f̂ − f̂ f̂ᵀ. So P^f has no
-place in ν; it says how much of that covariance is the parameters' fault. It has one between labels: cov(y_i, y_j) =
-cov(f_i, f_j), because all inputs share the parameters. Hence the mean of d over many labels does not go to 0 for a
-posterior that is right, but to a number with a standard deviation of at most the mean of √P^f_ŷŷ (Cauchy and
-Schwarz), and that is the default of δ.
+*The role of the covariance of the PMF.* One label is distributed as f̂, whatever P^f is: the covariance of its unit
+vector y is E[diag f − f fᵀ] + cov f = (diag f̂ − f̂ f̂ᵀ − P^f) + P^f = diag f̂ − f̂ f̂ᵀ. So P^f does not appear in ν; it
+says how much of that covariance is due to the parameters. It matters between labels: cov(y_i, y_j) = cov(f_i, f_j),
+because all inputs share the parameters. Hence the mean of d over many labels does not tend to 0 even for a correct
+posterior, but to a number with a standard deviation of at most the mean of √P^f_ŷŷ (by Cauchy–Schwarz), and that is
+the default of δ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from errbar._monitor.martingales import (
     innovation_squared,
     score_cells,
 )
-from errbar._monitor.pending import Identifier, Waiting, identifiers
+from errbar._monitor.pending import Identifier, PendingLabels, identifiers
 from errbar._monitor.settings import INPUT_TESTS, LABEL_TESTS, MonitorSettings, require_between
 from errbar.errors import ArgumentError, DataError, MismatchError
 
@@ -67,23 +67,23 @@ _FORMAT = {"format": "errbar.Monitor", "version": 1}
 class Monitor:
     """Alarms for a stream of predictions: P(any false alarm, ever) ≤ `rate`.
 
-    Each of the tests gets an equal share of the rate (Bonferroni), so the bound holds for all of them together. It
-    is a theorem where its assumptions hold: reference and stream exchangeable (in particular: independent and from
-    one distribution) for the tests on inputs, and for those on labels a mean gap within `tolerance`, or PMFs that
-    are right up to `label_noise`, whatever came before. Whether and when a label comes must not depend on what it
-    says. A test that has raised its alarm is silent until `reset`.
+    Each test gets an equal share of the rate (Bonferroni), so the bound holds for all of them together. It is a
+    theorem under these assumptions: for the tests on inputs, reference and stream are exchangeable (for example
+    independent and from one distribution); for those on labels, the mean gap is within `tolerance`, or the PMFs are
+    right up to `label_noise`, whatever came before. Whether and when a label comes must not depend on the label
+    itself. A test that has raised its alarm is silent until `reset`.
 
     Args:
-        reference: predictions for held-out inputs as the stream should bring them, neither trained nor calibrated on,
-            made with the same posterior, samples and seed as the stream's will be. A shift is seen against them as
-            long as the stream since then is not much longer than they are many: some hundred, better thousands.
+        reference: predictions for held-out inputs like those expected in the stream, not used for training or
+            calibration, made with the same posterior, samples and seed as the stream's. A shift can be detected while
+            the stream since then is not much longer than the reference: use hundreds of inputs, better thousands.
         rate: the false-alarm rate of all tests together, over a run of any length.
         tests: which of "mutual_information", "entropy", "classes", "overconfidence", "underconfidence", "innovation".
-        tolerance: how far mean confidence and accuracy may be apart; by default the mean of the standard deviations
+        tolerance: how far apart mean confidence and accuracy may be; by default the mean of the standard deviations
             √P^f_ŷŷ of the reference.
-        label_noise: the share of labels that may be wrong, as if drawn by lot, without an alarm of "innovation".
-        outstanding: how many predictions may wait for their labels; then the oldest are dropped and counted.
-        seed: of the numbers that break ties among ranks.
+        label_noise: the share of labels that may be wrong, as if drawn at random, without an alarm of "innovation".
+        outstanding: how many predictions may wait for their labels; beyond that, the oldest are dropped and counted.
+        seed: for the random numbers that break ties among ranks.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Monitor:
             seed=require_seed(seed),
         )
         self._drawn = 0
-        self._waiting = Waiting(limit)
+        self._pending = PendingLabels(limit)
         self._generator = self._generator_at(0)
         self._refer_to(reference)
         self._begin()
@@ -122,12 +122,12 @@ class Monitor:
     def observe(self, prediction: Prediction, ids: Sequence[Identifier] | Tensor | None = None) -> list[Alarm]:
         """The next predictions of the stream, in order; returns the alarms that they raise.
 
-        `ids` are names (integers or strings) by which `label` will call the inputs; without them no labels are
+        `ids` are names (integers or strings) by which `label` refers to the inputs; without them no labels are
         expected.
         """
         pmf = self._checked_pmf(prediction)
         names = None if ids is None else identifiers(ids, len(pmf))
-        self._waiting.require_new(names or [])
+        self._pending.require_new(names or [])
         cells = {test: _cells(prediction, test) for test in self._ranks}
         alarms: list[Alarm] = []
         for row in range(len(pmf)):
@@ -138,19 +138,19 @@ class Monitor:
                     ranks.observe(int(cells[test][row]), uniform, self._inputs)
                     alarms += self._judge(test, ranks.evidence, self._inputs)
             if names is not None:
-                self._waiting.add(names[row], self._inputs, pmf[row])
+                self._pending.add(names[row], self._inputs, pmf[row])
         return alarms
 
     def label(self, ids: Sequence[Identifier] | Tensor, labels: Any) -> list[Alarm]:
         """The labels of inputs that were observed before; returns the alarms that they raise.
 
-        Labels are taken in the order in which they come, those of one call in the order of their inputs. Ids that
-        do not wait for a label (dropped, labelled before, or never observed) are counted in `unmatched`.
+        Labels are processed in the order in which they arrive, those of one call in the order of their inputs. Ids
+        without a pending prediction (dropped, already labelled, or never observed) are counted in `unmatched`.
         """
         names, settings = identifiers(ids), self._settings
         truth = checked_labels(labels, size=len(names), classes=settings.classes, device=torch.device("cpu"))
         alarms: list[Alarm] = []
-        for number, pmf, y in self._waiting.take(names, truth.tolist()):
+        for number, pmf, y in self._pending.take(names, truth.tolist()):
             confidence, correct = float(pmf.max()), int(pmf.argmax()) == y
             innovation = innovation_squared(pmf, y, settings.label_noise)
             self._tally.add(confidence, correct, innovation / (settings.classes - 1))
@@ -167,22 +167,22 @@ class Monitor:
         return alarms
 
     def reset(self, reference: Prediction | None = None) -> None:
-        """Begin a new run, with the same reference or another: no evidence, no alarms, no labels awaited.
+        """Begin a new run, with the same reference or another: no evidence, no alarms, no pending labels.
 
-        The new run has a false-alarm rate of `rate` again. Labels that are still awaited are dropped and counted,
-        since they belong to the run that ended. Another posterior wants another monitor.
+        The new run has a false-alarm rate of `rate` again. Predictions still waiting for labels are dropped and
+        counted, since they belong to the previous run. For another posterior, make another monitor.
         """
         if reference is not None:
             self._checked_pmf(reference, "The reference")
             self._refer_to(reference)
-        self._waiting.drop_all()
+        self._pending.drop_all()
         self._begin()
 
-    # ------------------------------------------------------------------------------------------- what it knows
+    # ------------------------------------------------------------------------------------------------ results
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
-        """The alarms of this run, at most one for each test."""
+        """The alarms of this run, at most one per test."""
         return tuple(self._alarms.values())
 
     @property
@@ -197,17 +197,17 @@ class Monitor:
 
     @property
     def tolerance(self) -> float:
-        """How far mean confidence and accuracy may be apart."""
+        """How far apart mean confidence and accuracy may be."""
         return self._settings.tolerance
 
     @property
     def evidence(self) -> dict[str, float]:
-        """The capital of each test as a share of what raises the alarm, at 1."""
+        """The capital of each test as a share of that which raises the alarm: an alarm is raised at 1."""
         every = {**{test: ranks.evidence for test, ranks in self._ranks.items()}, **self._labelled}
         return {test: every[test].capital * share for test, share in self.rates.items()}
 
     def agreement(self, level: float = 0.95) -> Agreement:
-        """How labels and predictions agree in this run, with an interval that holds at all times at once."""
+        """How labels and predictions agree in this run, with an interval that is valid at all times at once."""
         require_between("level", level, 0, 1)
         return self._tally.agreement(float(level))
 
@@ -219,17 +219,17 @@ class Monitor:
     @property
     def outstanding(self) -> int:
         """How many inputs wait for their labels."""
-        return len(self._waiting.entries)
+        return len(self._pending.entries)
 
     @property
     def dropped(self) -> int:
-        """How many inputs had to stop waiting for their labels, since the monitor was made."""
-        return self._waiting.dropped
+        """How many inputs were dropped before their labels came, since the monitor was made."""
+        return self._pending.dropped
 
     @property
     def unmatched(self) -> int:
-        """How many labels came that no input waited for, since the monitor was made."""
-        return self._waiting.unmatched
+        """How many labels came without a pending input, since the monitor was made."""
+        return self._pending.unmatched
 
     def __repr__(self) -> str:
         alarms = ", ".join(self._alarms) or "none"
@@ -238,7 +238,7 @@ class Monitor:
     # --------------------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
-        """Everything that the monitor knows, as plain numbers, strings, lists and dictionaries: `json` can write it."""
+        """The whole state of the monitor as plain numbers, strings, lists and dictionaries, which `json` can write."""
         return {
             **_FORMAT,
             "settings": {**vars(self._settings), "tests": [*self._settings.tests]},
@@ -248,38 +248,42 @@ class Monitor:
             "ranks": {test: ranks.state() for test, ranks in self._ranks.items()},
             "labelled": {test: evidence.state() for test, evidence in self._labelled.items()},
             "tally": self._tally.state(),
-            "waiting": self._waiting.state(),
+            "waiting": self._pending.state(),
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Monitor:
-        """The monitor whose `state` this is; it goes on as if it had never stopped."""
+        """The monitor with this `state`; it continues as if it had never stopped."""
         if not isinstance(state, Mapping) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
-            raise ArgumentError(f"This is no state of a monitor; expected what `Monitor.state` returned, {_FORMAT}.")
+            raise ArgumentError(
+                f"This is not the state of a monitor; expected the result of `Monitor.state`, {_FORMAT}."
+            )
         monitor = object.__new__(Monitor)
         try:
             monitor._restore(state)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ArgumentError(
-                f"The state of the monitor is damaged ({type(error).__name__}: {error}); expected what `Monitor.state` "
-                "returned, unchanged."
+                f"The state of the monitor is damaged ({type(error).__name__}: {error}); expected the unchanged result "
+                "of `Monitor.state`."
             ) from error
         return monitor
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        known = copy.deepcopy(dict(state))  # a state may be used again: nothing in it is shared with the monitor
-        self._settings = MonitorSettings(**{**known["settings"], "tests": tuple(known["settings"]["tests"])})
-        self._inputs, self._drawn = stored_whole(known["inputs"]), stored_whole(known["drawn"])
+        contents = copy.deepcopy(dict(state))  # a state may be reused, so the monitor shares nothing with it
+        self._settings = MonitorSettings(**{**contents["settings"], "tests": tuple(contents["settings"]["tests"])})
+        self._inputs, self._drawn = stored_whole(contents["inputs"]), stored_whole(contents["drawn"])
         self._generator = self._generator_at(self._drawn)
-        self._alarms = {alarm["test"]: Alarm(**alarm) for alarm in known["alarms"]}
+        self._alarms = {alarm["test"]: Alarm(**alarm) for alarm in contents["alarms"]}
         self._ranks = {
-            test: RankTest.from_state(known["ranks"][test], self._cells_of(test)) for test in self._names(INPUT_TESTS)
+            test: RankTest.from_state(contents["ranks"][test], self._cells_of(test))
+            for test in self._names(INPUT_TESTS)
         }
         self._labelled = {
-            test: Evidence.from_state(known["labelled"][test], _LABEL_BETS[test]) for test in self._names(LABEL_TESTS)
+            test: Evidence.from_state(contents["labelled"][test], _LABEL_BETS[test])
+            for test in self._names(LABEL_TESTS)
         }
-        self._tally = Tally.from_state(known["tally"])
-        self._waiting = Waiting.from_state(known["waiting"], self._settings.classes)
+        self._tally = Tally.from_state(contents["tally"])
+        self._pending = PendingLabels.from_state(contents["waiting"], self._settings.classes)
 
     # ------------------------------------------------------------------------------------------------- details
 
@@ -287,8 +291,8 @@ class Monitor:
     def _share(self) -> float:
         return self._settings.rate / len(self._settings.tests)
 
-    def _names(self, known: tuple[str, ...]) -> list[str]:
-        return [name for name in self._settings.tests if name in known]
+    def _names(self, group: tuple[str, ...]) -> list[str]:
+        return [name for name in self._settings.tests if name in group]
 
     def _cells_of(self, test: str) -> int:
         return self._settings.classes if test == "classes" else SCORE_CELLS
@@ -305,9 +309,9 @@ class Monitor:
         self._ranks = {test: RankTest.begin(ranks.reference) for test, ranks in self._ranks.items()}
         self._labelled = {test: Evidence.of(_LABEL_BETS[test]) for test in self._names(LABEL_TESTS)}
 
-    def _generator_at(self, drawn: int) -> np.random.Generator:
-        """Numbers that follow from the seed and how many were drawn before, so that the state holds two integers."""
-        return np.random.Generator(np.random.PCG64(self._settings.seed).advance(drawn))
+    def _generator_at(self, draws: int) -> np.random.Generator:
+        """A generator determined by the seed and the number of earlier draws, so that two integers restore it."""
+        return np.random.Generator(np.random.PCG64(self._settings.seed).advance(draws))
 
     def _uniform(self) -> float:
         self._drawn += 1
@@ -359,7 +363,7 @@ def _cells(prediction: Prediction, test: str) -> Int[np.ndarray, "B"]:
 def _require_prediction(prediction: Prediction, what: str) -> None:
     if not isinstance(prediction, Prediction):
         raise ArgumentError(
-            f"{what} is {type(prediction).__name__}; expected a Prediction, as `posterior.predict(x)` returns it."
+            f"{what} is {type(prediction).__name__}; expected a Prediction from `posterior.predict(x)`."
         )
     if len(prediction) == 0:
         raise DataError(f"{what} holds no inputs; expected at least one.")

@@ -16,8 +16,8 @@ from errbar.errors import ArgumentError, DataError
 Identifier = int | str
 
 
-class Labelled(NamedTuple):
-    """A prediction whose label came: the number of its input, its PMF and the label."""
+class LabelledPrediction(NamedTuple):
+    """A prediction whose label has come: the number of its input, its PMF and the label."""
 
     number: int
     pmf: NDArray[np.float64]
@@ -25,10 +25,10 @@ class Labelled(NamedTuple):
 
 
 @dataclass
-class Waiting:
+class PendingLabels:
     """The PMFs of inputs by name, the oldest first, at most `limit` of them.
 
-    `dropped` counts inputs that stopped waiting, `unmatched` labels that no input waited for.
+    `dropped` counts inputs whose labels did not come in time, `unmatched` labels without a pending input.
     """
 
     limit: int
@@ -39,7 +39,9 @@ class Waiting:
     def require_new(self, names: Sequence[Identifier]) -> None:
         for name in names:
             if name in self.entries:
-                raise DataError(f"The input {name!r} still waits for its label; expected an id that is not in use.")
+                raise DataError(
+                    f"The input {name!r} is still waiting for its label; expected an id that is not in use."
+                )
 
     def add(self, name: Identifier, number: int, pmf: NDArray[np.float64]) -> None:
         self.entries[name] = (number, pmf.copy())
@@ -47,12 +49,12 @@ class Waiting:
             del self.entries[next(iter(self.entries))]
             self.dropped += 1
 
-    def take(self, names: Sequence[Identifier], labels: Sequence[int]) -> list[Labelled]:
-        """Those of `names` that wait, in the order in which they were observed; they wait no longer."""
+    def take(self, names: Sequence[Identifier], labels: Sequence[int]) -> list[LabelledPrediction]:
+        """Remove and return those of `names` that are pending, in the order in which they were observed."""
         pairs = zip(names, labels, strict=True)
-        found = [Labelled(*self.entries.pop(name), label) for name, label in pairs if name in self.entries]
-        self.unmatched += len(names) - len(found)
-        return sorted(found, key=lambda entry: entry.number)
+        matches = [LabelledPrediction(*self.entries.pop(name), label) for name, label in pairs if name in self.entries]
+        self.unmatched += len(names) - len(matches)
+        return sorted(matches, key=lambda entry: entry.number)
 
     def drop_all(self) -> None:
         self.dropped += len(self.entries)
@@ -63,7 +65,7 @@ class Waiting:
         return {"limit": self.limit, "dropped": self.dropped, "unmatched": self.unmatched, "entries": entries}
 
     @staticmethod
-    def from_state(state: dict[str, Any], classes: int) -> Waiting:
+    def from_state(state: dict[str, Any], classes: int) -> PendingLabels:
         entries: dict[Identifier, tuple[int, NDArray[np.float64]]] = {}
         for name, number, pmf in state["entries"]:
             if len(pmf) != classes:
@@ -73,14 +75,14 @@ class Waiting:
                 raise ValueError(f"the name {str(name)[:60]!r}")
             entries[key] = (stored_whole(number), np.array(stored_numbers(pmf, classes), np.float64))
         limit, dropped, unmatched = (stored_whole(state[name]) for name in ("limit", "dropped", "unmatched"))
-        return Waiting(limit, dropped, unmatched, entries)
+        return PendingLabels(limit, dropped, unmatched, entries)
 
 
 def identifiers(ids: Sequence[Identifier] | Tensor, size: int | None = None) -> list[Identifier]:
-    """Names as integers and strings, none twice; `size` of them, if that is given."""
+    """Names as integers and strings, all different; `size` of them, if given."""
     values: Any = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim == 1 else ids
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ArgumentError(f"ids is {ids!r}; expected a sequence of integers or strings, one for each input.")
+        raise ArgumentError(f"ids is {ids!r}; expected a sequence of integers or strings, one per input.")
     names: list[Identifier] = []
     for value in values:
         name = value if isinstance(value, str) else whole_number(value)
@@ -88,7 +90,7 @@ def identifiers(ids: Sequence[Identifier] | Tensor, size: int | None = None) -> 
             raise ArgumentError(f"ids hold {value!r}; expected integers or strings.")
         names.append(name)
     if size is not None and len(names) != size:
-        raise ArgumentError(f"There are {len(names)} ids for {size} inputs; expected one for each.")
+        raise ArgumentError(f"There are {len(names)} ids for {size} inputs; expected one per input.")
     if len(set(names)) < len(names):
-        raise DataError("ids hold the same name twice; expected a name of its own for each input.")
+        raise DataError("ids hold the same name twice; expected a different name for each input.")
     return names

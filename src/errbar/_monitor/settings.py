@@ -1,4 +1,4 @@
-"""What a `Monitor` is made with, whoever says so: a user, or a state that was saved."""
+"""The settings of a `Monitor`, from a user or from a saved state."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from errbar.errors import ArgumentError
 
 INPUT_TESTS = ("mutual_information", "entropy", "classes")
 LABEL_TESTS = ("overconfidence", "underconfidence", "innovation")
-# More than any classifier has; a state that says so would only take memory.
+# More than any classifier has; a state with more would only take memory.
 _MOST_CLASSES = 2**24
 
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """See `Monitor`; refused where they cannot be."""
+    """See `Monitor`; invalid settings are refused."""
 
     classes: int
     rate: float
@@ -28,10 +28,10 @@ class MonitorSettings:
     def __post_init__(self) -> None:
         require_between("rate", self.rate, 0, 1)
         require_between("label_noise", self.label_noise, 0, 1)
-        known = INPUT_TESTS + LABEL_TESTS
-        if not self.tests or len(set(self.tests)) < len(self.tests) or any(name not in known for name in self.tests):
+        names = INPUT_TESTS + LABEL_TESTS
+        if not self.tests or len(set(self.tests)) < len(self.tests) or any(name not in names for name in self.tests):
             raise ArgumentError(
-                f"tests is {[*self.tests]!r}; expected one or more of {', '.join(map(repr, known))}, each once."
+                f"tests is {[*self.tests]!r}; expected one or more of {', '.join(map(repr, names))}, each once."
             )
         is_number = isinstance(self.tolerance, (int, float)) and not isinstance(self.tolerance, bool)
         if not is_number or not 0 <= self.tolerance < 1:

@@ -1,1 +1,1 @@
-"""What is done with posteriors and predictions: calibration, priors, outliers, decisions, fusion."""
+"""Operations on posteriors and predictions: calibration, priors, outliers, decisions, fusion."""

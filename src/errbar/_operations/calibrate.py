@@ -1,13 +1,13 @@
 """`calibrate`: temperature T and covariance scale T_c from held-out data.
 
 The calibrated logits are N(ĝ/T, T_c P^g/T²). Both are searched in their logarithm, so neither can become zero,
-negative or infinite, and between bounds; where the optimum runs to a bound, a `CalibrationWarning` says so. The draws
-are shared by all inputs and all trial values, so the objective is a smooth deterministic function of (ln T, ln T_c).
+negative or infinite, and between bounds; an optimum at a bound raises a `CalibrationWarning`. The draws are shared by
+all inputs and all trial values, so the objective is a smooth deterministic function of (ln T, ln T_c).
 
 T and T_c lie on a *ridge*: both flatten the PMF, so a larger T makes up for a smaller T_c at hardly any cost in NLL.
-Where on it the minimum lies is much a matter of chance, and where T_c ≈ 0 the error bars are gone. Of all points that
-the held-out data hardly tell from the minimum, and that are as good as temperature scaling, `_slide` takes the one with
-T_c nearest to 1, the covariance of theory. The NLL is computed from log-probabilities, so it is finite everywhere.
+Where on it the minimum lies is largely a matter of chance, and at T_c ≈ 0 there are no error bars. Of all points that
+the held-out data hardly distinguish from the minimum, and that are as good as temperature scaling, `_slide` takes the
+one with T_c nearest to 1, the covariance of theory. The NLL is computed from log-probabilities, so it is always finite.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from errbar import metrics
 from errbar._base.execution import plain_execution
 from errbar._base.linalg import exp_without_subnormals_
-from errbar._base.optimise import Slopes, compass, quasi_newton, where_it_turns
+from errbar._base.optimise import Slopes, pattern_search, quasi_newton, turning_point
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import SamplingRoot, require_samples
@@ -39,19 +39,19 @@ COVARIANCE_SCALE_BOUNDS = (1e-4, 1e4)
 _NAMES = ("temperature", "covariance_scale")
 _BOUNDS = {"temperature": TEMPERATURE_BOUNDS, "covariance_scale": COVARIANCE_SCALE_BOUNDS}
 # N (NLL − its minimum) is a log-likelihood ratio: up to 2, ln T_c is within two standard deviations of its optimum
-# (Wilks). With few samples that permits much worse PMFs; so it is also limited, in nats a sample, to 0.08 % of a
-# probability. With other draws than those of the search the loss is another one: up to 1e-3 averaged over seeds.
+# (Wilks). With few samples that permits much worse PMFs, so it is also limited, in nats per sample, to 0.08 % of a
+# probability. With other draws than those of the search the loss differs: up to 1e-3 averaged over seeds.
 _LOG_LIKELIHOOD_RATIO = 2.0
 _NEGLIGIBLE_NATS = 8e-4
-# The PMF may not become worse than by temperature scaling, in nats a sample, for the sake of T_c.
+# How much worse than temperature scaling the PMF may become for the sake of T_c, in nats per sample.
 _ABOVE_TEMPERATURE_SCALING = 3e-4
-# Where T is small for the logits at hand, the softmax of a draw is nearly 0 or 1 and a PMF counts which class wins: a
-# class that no draw favours has probability zero. On held-out data that can look as good as anything; on others the
-# NLL is huge. What is small, temperature scaling tells: T stays above this share of the T that it would take.
+# If T is small for the logits at hand, the softmax of a draw is nearly 0 or 1 and a PMF counts which class wins: a
+# class that no draw favours has probability zero. On the held-out data this can look as good as anything; on other data
+# the NLL is huge. Temperature scaling says what is small: T stays above this share of its T.
 _LEAST_SHARE_OF_TEMPERATURE = 0.3
-_CANDIDATES = {True: 3, False: 8}  # of smooth objectives and of others
+_CANDIDATES = {True: 3, False: 8}  # for smooth objectives and for others
 _COARSE_SAMPLES = 100
-# Samples made at a time: on a CPU they should stay in the cache, a GPU wants few large launches.
+# Samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
 _BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
 
 
@@ -67,29 +67,30 @@ def calibrate(
     group: Any = None,
     progress: bool = False,
 ) -> Posterior:
-    """A posterior with T and T_c, or the one of them named in `fit`, replaced by the best on held-out data.
+    """A posterior with the T and T_c, or the one of them named in `fit`, that are best on held-out data.
 
-    What is not fitted keeps the value it has. `fit=("temperature",)` with `covariance_scale=0` is the usual
+    What is not fitted keeps its value. `fit=("temperature",)` with `covariance_scale=0` is the usual
     temperature scaling, `fit=("covariance_scale",)` with `temperature=1` the paper's method.
 
-    T and T_c can stand in for each other: both flatten the PMF, but only T_c keeps error bars. So both by "nll" are not
-    the minimum, but of all T_c whose NLL, with the best T for each, exceeds the least by at most min(2/N, 8e-4), N the
-    number of held-out samples, and that of temperature scaling (T alone, T_c = 0) by at most 3e-4, the one nearest to 1
-    (in |ln T_c|): the covariance of theory changes only as far as the data insist. "brier" and "ece" take their
-    minimum; of minima of the ECE that are alike, the one with the best NLL, because a flat PMF is calibrated too. By
-    its objective no result is worse than what was there before, if T_c was 0 by no more than min(2/N, 8e-4).
+    T and T_c can stand in for each other: both flatten the PMF, but only T_c gives error bars. So fitting both by "nll"
+    does not return the minimum. Consider all T_c whose NLL, with the best T for each, exceeds the least by at most
+    min(2/N, 8e-4), where N is the number of held-out samples, and that of temperature scaling (T alone, T_c = 0) by at
+    most 3e-4: the one nearest to 1 (in |ln T_c|) is chosen, so the covariance of theory changes only as far as the data
+    require. "brier" and "ece" take their minimum; of similar minima of the ECE, the one with the best NLL, because a
+    flat PMF is calibrated too. By its objective no result is worse than before (if T_c was 0: by no more than
+    min(2/N, 8e-4)).
 
-    Where T is small for the logits, PMFs come to count which class wins. So, for both by "nll", T stays above 0.3 of
-    the T of temperature scaling, unless the log-likelihood of the held-out data rises by more than 2 below that.
+    If T is small for the logits, PMFs merely count which class wins. So, when fitting both by "nll", T stays above 0.3
+    of the T of temperature scaling, unless the log-likelihood of the held-out data rises by more than 2 below that.
 
     Args:
         posterior: the posterior to calibrate.
-        data: held-out batches with labels, none of which the model was trained on.
+        data: held-out batches with labels, not used for training.
         objective: "nll", "brier" or "ece".
         fit: which of "temperature" and "covariance_scale" to fit.
         samples: Monte Carlo draws for the PMF.
-        seed: of those draws.
-        unpack: as in `collect`; that of the fit unless given.
+        seed: for these draws.
+        unpack: as in `collect`; by default that of the fit.
         group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.
         progress: show progress with the time left.
     """
@@ -106,8 +107,8 @@ def calibrate(
         with plain_execution(held_out.mean.device):
             return _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
 
-    best, said = team.broadcast(team.together(search))
-    for text in said:
+    best, messages = team.broadcast(team.together(search))
+    for text in messages:
         warnings.warn(text, CalibrationWarning, stacklevel=2)
     return posterior.with_calibration(**best)
 
@@ -153,13 +154,13 @@ class _HeldOut:
     def log_likelihood(
         self, temperature: float, scale: float, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
     ) -> tuple[Float[Tensor, "N"], dict[str, Float[Tensor, "N"]]]:
-        """ln f_y of each input and its derivatives by ln T and ln T_c, those that are named; float64.
+        """ln f_y of each input and its derivatives by those of ln T and ln T_c that are named; float64.
 
             ln f_y = ln Σ_k exp(l_k) − ln K,   l_k = g_y − ln Σ_m exp(g_m) of draw k,
             ∂ ln f_y/∂τ = Σ_k w_k (ġ_y − Σ_m f_m ġ_m),   w = softmax(l),
 
         with g = (ĝ + √T_c A z)/T and ġ = −g for τ = ln T, ½ √T_c A z/T for τ = ln T_c. No probability is formed, so
-        none can underflow, and with it no objective becomes infinite.
+        none can underflow, and no objective can become infinite.
         """
         if scale == 0:
             normal = normal[:, :1]
@@ -189,7 +190,7 @@ class _HeldOut:
     def pmf(
         self, temperature: float, scale: float, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
     ) -> tuple[Float[Tensor, "N M"], dict[str, Float[Tensor, "N M"]]]:
-        """The PMF and its derivatives by ln T and ln T_c, those that are named.
+        """The PMF and its derivatives by those of ln T and ln T_c that are named.
 
         With g = (ĝ + √T_c A z)/T: ∂f/∂τ = f ∘ (ġ − fᵀġ), where ġ = −g for τ = ln T and ½ √T_c A z/T for τ = ln T_c.
         """
@@ -217,24 +218,24 @@ class _HeldOut:
 
 
 def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team) -> _HeldOut:
-    """The held-out inputs of all ranks, in the order of ranks, on each of them. A collective call."""
+    """The held-out inputs of all ranks, in the order of ranks, on every rank. A collective call."""
     stream = opened(data, unpack, team, title="Calibrating", progress=progress)
     own = team.together(lambda: _read(posterior, stream))
-    having = team.exchange(own is not None)
-    if not any(having):
-        raise DataError("The data to calibrate on are empty: expected at least one batch.")
+    has_data = team.exchange(own is not None)
+    if not any(has_data):
+        raise DataError("The data for calibration are empty: expected at least one batch.")
     if team.is_alone and own is not None:
         return own
     device = posterior.information.network.device
     parts = None if own is None else {"mean": own.mean, "root": own.root.values, "labels": own.labels}
     rows = team.gathered(parts, device)
-    # One posterior has one basis, which a rank without data has not made: it is that of the first rank with data.
-    common = {} if own is None or having.index(True) != team.rank else own.root.common()
+    # One posterior has one basis, which a rank without data lacks: take that of the first rank with data.
+    common = {} if own is None or has_data.index(True) != team.rank else own.root.common()
     return _HeldOut(rows["mean"], SamplingRoot(rows["root"], **team.gathered(common, device)), rows["labels"])
 
 
 def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
-    """What this rank holds of the held-out inputs; None for nothing."""
+    """This rank's part of the held-out inputs; None if it has none."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     means: list[Tensor] = []
     roots: list[SamplingRoot] = []
@@ -249,7 +250,7 @@ def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
 
 
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:
-    """−(1/N) Σ_n ln f_y, finite also where a probability would underflow."""
+    """−(1/N) Σ_n ln f_y, finite even where a probability would underflow."""
     total, count = 0.0, 0
     for batch in data:
         part = _read(posterior, iter([batch]))
@@ -263,7 +264,7 @@ def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed
 
 @dataclass(frozen=True)
 class _Objective:
-    """A score to minimise, of (ĝ and P^g, T, T_c, draws), and for smooth ones also its gradient and a curvature."""
+    """A score to minimise, of (ĝ and P^g, T, T_c, draws), with its gradient and a curvature if it is smooth."""
 
     value: Callable[[_HeldOut, float, float, Tensor], float]
     slopes: Callable[[_HeldOut, float, float, Tensor, Sequence[str]], Slopes] | None
@@ -275,7 +276,7 @@ def _nll(held_out: _HeldOut, temperature: float, scale: float, normal: Tensor) -
 
 
 def _nll_slopes(held_out: _HeldOut, temperature: float, scale: float, normal: Tensor, names: Sequence[str]) -> Slopes:
-    """With s the derivatives of ln f_y of an input: −E s and, as the Hessian is expected to be, E s sᵀ."""
+    """With s the derivatives of ln f_y of an input: −E s and, as an estimate of the Hessian, E s sᵀ."""
     value, slopes = held_out.log_likelihood(temperature, scale, normal, names)
     each = torch.stack([slopes[name] for name in names]).cpu()
     return -float(value.mean()), -each.mean(1), each @ each.T / each.shape[1]
@@ -311,7 +312,7 @@ _OBJECTIVES = {
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """An objective as a function of the logarithms of what is fitted, by these draws."""
+    """An objective as a function of the logarithms of the fitted values, for these draws."""
 
     held_out: _HeldOut
     objective: _Objective
@@ -339,7 +340,7 @@ class _Question:
 
     @property
     def allowance(self) -> float:
-        """What the held-out data hardly tell, in nats a sample; for other objectives as much of theirs."""
+        """A difference that the data hardly determine, in nats per sample; for other objectives in their units."""
         return min(_LOG_LIKELIHOOD_RATIO / len(self.held_out.labels), _NEGLIGIBLE_NATS)
 
     def ranked(self, points: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
@@ -367,9 +368,9 @@ def _temperature_scaling(held_out: _HeldOut, low: float, high: float, slack: flo
     def nll(log_temperature: float) -> float:
         return _nll(held_out, math.exp(log_temperature), 0.0, one)
 
-    best = where_it_turns(lambda t: slope(t) >= 0, low, high)
+    best = turning_point(lambda t: slope(t) >= 0, low, high)
     least = nll(best)
-    gentlest = where_it_turns(lambda t: nll(t) > least + slack, best, high)
+    gentlest = turning_point(lambda t: nll(t) > least + slack, best, high)
     return _Scaling(math.exp(best), least, math.exp(gentlest))
 
 
@@ -381,13 +382,13 @@ def _search(
     samples: int,
     seed: int,
 ) -> tuple[dict[str, float], list[str]]:
-    """A coarse grid, then quasi-Newton steps (smooth objectives) or a compass search (ECE), then along the ridge.
+    """A coarse grid, then quasi-Newton steps (smooth objectives) or a pattern search (ECE), then along the ridge.
 
-    Returns the best values, and what there is to warn of.
+    Returns the best values, and the texts of warnings.
     """
     question = _Question(held_out, objective, names, start, held_out.draws(samples, seed))
     slides = names == _NAMES and objective.is_likelihood
-    # What was there before is a candidate, wherever it lies; only T_c = 0 has no logarithm.
+    # The previous values are a candidate, wherever they lie; only T_c = 0 has no logarithm.
     before = torch.tensor([math.log(start[name] or 1.0) for name in names], dtype=torch.float64)
     bounds = torch.tensor([_BOUNDS[name] for name in names], dtype=torch.float64).log()
     lower, upper = torch.minimum(bounds[:, 0], before), torch.maximum(bounds[:, 1], before)
@@ -398,7 +399,7 @@ def _search(
         limit = min(allowance, _ABOVE_TEMPERATURE_SCALING)
         scaling = _temperature_scaling(held_out, float(lower[0]), float(upper[0]), limit / 2)
     if slides:
-        # Where temperature scaling goes to zero, all labels are right, and nothing but this limit holds T.
+        # If temperature scaling goes to zero, all labels are right, and only this limit bounds T.
         share = _LEAST_SHARE_OF_TEMPERATURE if scaling.temperature > math.exp(float(lower[0]) + 1e-4) else 1.0
         floor[0] = min(max(math.log(share * scaling.gentlest), float(lower[0])), float(before[0]))
     if names == _NAMES:
@@ -430,15 +431,17 @@ def _search(
 def _minimise(
     question: _Question, starts: Sequence[Tensor], grid: Sequence[Tensor], lower: Tensor, upper: Tensor
 ) -> tuple[float, Tensor]:
-    """The best of the minima next to the best of the grid and to the best of the starts."""
+    """The best of the minima near the best of the grid and near the best of the starts."""
     starts = [point.clamp(lower, upper) for point in starts]
     if question.objective.slopes is None:
-        # A flat PMF may have an ECE as small as any: of minima that are alike, the one with the best NLL is meant.
+        # A flat PMF may have an ECE as small as any: of similar minima, take the one with the best NLL.
         likely = min([*starts, *grid], key=question.nll)
-        ranked = question.ranked([*starts, *grid])[: 5 - 2 * len(lower)]
-        found = [compass(question.value, point, lower, upper) for point in [likely, *(point for _, point in ranked)]]
-        least = min(value for value, _ in found)
-        alike = [pair for pair in found if pair[0] <= least + question.allowance / 4]
+        order = question.ranked([*starts, *grid])[: 5 - 2 * len(lower)]
+        minima = [
+            pattern_search(question.value, point, lower, upper) for point in [likely, *(point for _, point in order)]
+        ]
+        least = min(value for value, _ in minima)
+        alike = [pair for pair in minima if pair[0] <= least + question.allowance / 4]
         return min(alike, key=lambda pair: question.nll(pair[1]))
     best = question.ranked(starts)[0]
     if grid:
@@ -452,7 +455,7 @@ def _minimise(
 def _nearly_without_covariance(
     question: _Question, scaling: _Scaling, floor: float, limit: float
 ) -> Float[Tensor, "2"]:
-    """Temperature scaling, with a T_c so small that the NLL stays below the limit: by default the least one that is
+    """Temperature scaling, with a T_c so small that the NLL stays below the limit: normally the least one that is
     searched, but less where the covariance is huge."""
     least = math.log(COVARIANCE_SCALE_BOUNDS[0])
     point = torch.tensor([max(math.log(scaling.temperature), floor), least], dtype=torch.float64)
@@ -472,23 +475,23 @@ def _slide(
 ) -> tuple[float, Tensor]:
     """From the minimum along the ridge, t ↦ (the best T for T_c = eᵗ, eᵗ), towards t = 0.
 
-    As far as the NLL exceeds the least that was seen by at most `allowance`, that of temperature scaling by at most
-    3e-4, and that of the T and T_c > 0 before not at all. T_c = 1 is tried first; else the limit is found to 4 % of
-    T_c, which are 2 % of the error bars.
+    As far as the NLL exceeds the least one by at most `allowance`, that of temperature scaling by at most
+    3e-4, and that of the previous T and T_c > 0 not at all. T_c = 1 is tried first; else the limit is found to 4 % of
+    T_c, which is 2 % of the error bars.
     """
     least, point = minimum
     start, held_out = question.start, question.held_out
     if start["covariance_scale"] == 0:
         before_value = _nll(held_out, start["temperature"], 0.0, question.normal)
-        allowed = min(least, before_value) + allowance
+        limit = min(least, before_value) + allowance
     else:
         before_value = question.value(before)
-        allowed = min(least + allowance, before_value)
-    allowed = min(allowed, scaling.nll + min(allowance, _ABOVE_TEMPERATURE_SCALING))
+        limit = min(least + allowance, before_value)
+    limit = min(limit, scaling.nll + min(allowance, _ABOVE_TEMPERATURE_SCALING))
 
     def on_ridge(log_scale: float, log_temperature: float) -> tuple[float, Tensor]:
-        fixed = {"temperature": 1.0, "covariance_scale": math.exp(log_scale)}
-        line = replace(question, names=_NAMES[:1], start=fixed)
+        values = {"temperature": 1.0, "covariance_scale": math.exp(log_scale)}
+        line = replace(question, names=_NAMES[:1], start=values)
         begin = torch.tensor([log_temperature], dtype=torch.float64).clamp(lower[:1], upper[:1])
         value, best = quasi_newton(line.slopes, begin, lower[:1], upper[:1], enough=1e-4)
         return value, torch.cat([best, torch.tensor([log_scale], dtype=torch.float64)])
@@ -496,22 +499,22 @@ def _slide(
     refused_value, refused = min(
         (on_ridge(0.0, float(begin[0])) for begin in (point, before)), key=lambda pair: pair[0]
     )
-    if refused_value <= allowed:
+    if refused_value <= limit:
         return refused_value, refused
-    # The start may itself be the result of a slide: then it stays, however often one calibrates.
+    # The start may itself be the result of a slide: then it stays, however often it is calibrated.
     accepted_value, accepted = minimum
-    if start["covariance_scale"] > 0 and before_value <= allowed and abs(float(before[1])) < abs(float(point[1])):
+    if start["covariance_scale"] > 0 and before_value <= limit and abs(float(before[1])) < abs(float(point[1])):
         accepted_value, accepted = before_value, before
     while (gap := float(refused[1] - accepted[1])) and abs(gap) > 0.04:
-        # Near the minimum √(NLL − minimum) is linear in ln T_c; a little to the side of where it reaches the limit,
-        # so that the stretch in question shrinks from both sides.
-        roots = [math.sqrt(max(value - least, 0.0)) for value in (accepted_value, allowed, refused_value)]
+        # Near the minimum √(NLL − minimum) is linear in ln T_c. The guess is a little to one side of where it reaches
+        # the limit, so that the interval shrinks from both sides.
+        roots = [math.sqrt(max(value - least, 0.0)) for value in (accepted_value, limit, refused_value)]
         share = (roots[1] - roots[0]) / max(roots[2] - roots[0], 1e-12)
         share += math.copysign(0.018 / abs(gap), 0.5 - share)
         share = min(max(share, 0.1, 0.01 / abs(gap)), 0.9)
         guess = accepted + share * (refused - accepted)
         value, trial = on_ridge(float(guess[1]), float(guess[0]))
-        if value <= allowed:
+        if value <= limit:
             accepted_value, accepted = value, trial
         else:
             refused_value, refused = value, trial
@@ -521,7 +524,7 @@ def _slide(
 def _grid(
     held_out: _HeldOut, names: tuple[str, ...], temperature: float, lower: Tensor, upper: Tensor
 ) -> list[Float[Tensor, "d"]]:
-    """Where to look first, in units of the T of temperature scaling and of the T_c at which the covariance flattens
+    """Where to start, in units of the T of temperature scaling and of the T_c at which the covariance flattens
     as much as that T does, 8 T²/(π v) for contrasts of variance v (the probit approximation)."""
     spread = held_out.spread()
     unit = min(max(8 * temperature**2 / (math.pi * spread), 1e-100), 1e100) if spread > 0 else 1.0
@@ -535,10 +538,10 @@ def _grid(
 
 
 def _right_on_average(coarse: _Question, lower: Tensor, upper: Tensor) -> list[Float[Tensor, "d"]]:
-    """Points at which the mean confidence is the accuracy: the ECE is never less than their difference.
+    """Points at which the mean confidence equals the accuracy: the ECE is never less than their difference.
 
-    For each of some T_c that T, found by bisection: the confidence falls with T, which hardly moves the accuracy. Where
-    only one of them is fitted, a line is left, and an even grid on it costs no more.
+    For each of several T_c this T is found by bisection: the confidence falls with T, which hardly moves the accuracy.
+    If only one of them is fitted, the points are an even grid on a line, which costs no more.
     """
     if len(coarse.names) == 1:
         return list(torch.linspace(float(lower), float(upper), 100, dtype=torch.float64)[:, None])
@@ -551,7 +554,7 @@ def _right_on_average(coarse: _Question, lower: Tensor, upper: Tensor) -> list[F
             confidence, label = pmf.max(1)
             return float(confidence.double().mean()) < float((label == held_out.labels).double().mean())
 
-        turn = where_it_turns(too_flat, float(lower[0]), float(upper[0]), within=0.1)
+        turn = turning_point(too_flat, float(lower[0]), float(upper[0]), within=0.1)
         points.append(torch.cat([torch.tensor([turn], dtype=torch.float64), scale]))
     return points
 
@@ -559,19 +562,19 @@ def _right_on_average(coarse: _Question, lower: Tensor, upper: Tensor) -> list[F
 def _edges(
     question: _Question, value: float, point: Tensor, lower: Tensor, upper: Tensor, scaling: _Scaling | None
 ) -> list[str]:
-    """What to say of values at the edge of the search, and of edges that are as good as what was found.
+    """Warnings about values at the edge of the search, and about edges that are as good as the optimum.
 
-    After a slide, which prefers T_c = 1 to an edge that is as good, temperature scaling tells whether T has an optimum.
+    After a slide, which prefers T_c = 1 to an equally good edge, temperature scaling tells whether T has an optimum.
     """
-    said = []
+    messages = []
     for index, name in enumerate(question.names):
         low, high = (math.exp(float(edge[index])) for edge in (lower, upper))
-        found = math.exp(float(point[index]))
-        searched = f"searched {low:.4g} to {high:.4g}"
+        optimum = math.exp(float(point[index]))
+        interval = f"searched {low:.4g} to {high:.4g}"
         advice = "these data do not determine it. More held-out data, or fitting only one of the two, may help."
         subject = f"The best {name.replace('_', ' ')} lies at the edge of the search"
-        if min(abs(found / low - 1), abs(found / high - 1)) < 1e-6:
-            said.append(f"{subject}, {found:.4g} ({searched}): {advice}")
+        if min(abs(optimum / low - 1), abs(optimum / high - 1)) < 1e-6:
+            messages.append(f"{subject}, {optimum:.4g} ({interval}): {advice}")
             continue
         if scaling is None:
             edges = [torch.cat([point[:index], edge[index : index + 1], point[index + 1 :]]) for edge in (lower, upper)]
@@ -579,5 +582,5 @@ def _edges(
         else:
             is_flat = index == 0 and not low * 1.0001 < scaling.temperature < high / 1.0001
         if is_flat:
-            said.append(f"{subject} ({searched}), but {found:.4g}, which was taken, is as good: {advice}")
-    return said
+            messages.append(f"{subject} ({interval}), but {optimum:.4g}, which was chosen, is as good: {advice}")
+    return messages

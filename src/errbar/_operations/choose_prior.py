@@ -3,7 +3,7 @@
 The information does not depend on the prior, so each candidate costs one factorisation and no pass over the training
 data. One precision for all layers is searched on a grid, and then between the neighbours of the best, by parabolas in
 ln λ; with `per_layer`, each layer then moves along the same grid, one after the other, as long as that helps, and is
-refined in the same way. Candidates that the caller names are taken as they are: the best of them, without refinement.
+refined in the same way. From candidates given by the caller the best is returned, without refinement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, Da
 PRECISIONS = tuple(10 ** (step / 2) for step in range(-4, 9))
 # Layers move one after the other until none does; each move is an improvement, so this only guards the time.
 _SWEEPS = 10
-# What is left to gain when the refinement ends: nats of evidence (of all training data), nats of NLL a sample.
+# The refinement ends when it would gain less: nats of evidence (of all training data), or of NLL per sample.
 _NEGLIGIBLE = {"evidence": 1e-2, "nll": 1e-5}
 _TRIALS = 8
 
@@ -49,15 +49,15 @@ def choose_prior(
     """The best prior for this information; nothing else changes. Use it as `condition(information, prior)`.
 
     Args:
-        information: what `collect` returned; with labels for the evidence.
-        data: held-out batches with labels, read once; for `by="nll"` alone.
+        information: the result of `collect`; the evidence needs labels.
+        data: held-out batches with labels, read once; only for `by="nll"`.
         by: "evidence", `Posterior.log_evidence` of the training data, or "nll" of the held-out data.
-        precisions: the candidates, at least one. Between the default ones, the best is refined (evidence: to 0.01
-            nats or so); of candidates that you name, one is returned.
-        per_layer: a precision for each layer (a mapping of module names) instead of one for all.
-        samples: Monte Carlo draws for the PMF; for `by="nll"` alone.
-        seed: of those draws.
-        unpack: as in `collect`; that of the fit unless given.
+        precisions: the candidates, at least one. The best of the default ones is refined (evidence: to about 0.01
+            nats); of your own candidates, one is returned.
+        per_layer: one precision per layer (a mapping of module names) instead of one for all.
+        samples: Monte Carlo draws for the PMF; only for `by="nll"`.
+        seed: for these draws.
+        unpack: as in `collect`; by default that of the fit.
         progress: show progress with the time left.
     """
     if not isinstance(information, Information):
@@ -85,11 +85,11 @@ def choose_prior(
             return _of(score, information, Prior(math.exp(log_precision)))
 
         around = slice(max(best - 1, 0), best + 2)
-        known = dict(zip(map(math.log, candidates[around]), values[around], strict=True))
-        refined, value = _refined(common, known, negligible)
-        is_at_edge = is_at_edge and refined in known and known[refined] == values[best]
+        scores = dict(zip(map(math.log, candidates[around]), values[around], strict=True))
+        log_best, value = _refined(common, scores, negligible)
+        is_at_edge = is_at_edge and log_best in scores and scores[log_best] == values[best]
         # The grid moves along, so that layers start from the best common precision.
-        candidates = [precision * math.exp(refined) / candidates[best] for precision in candidates]
+        candidates = [precision * math.exp(log_best) / candidates[best] for precision in candidates]
     if is_at_edge:
         _warn_at_edge(candidates[best], by)
     if not per_layer:
@@ -97,36 +97,36 @@ def choose_prior(
     return _by_layer(information, score, candidates, best, value, progress, negligible)
 
 
-def _refined(value: Callable[[float], float], known: dict[float, float], negligible: float) -> tuple[float, float]:
-    """Where a function is greatest, and its value there, from two or three `known` places and their values.
+def _refined(value: Callable[[float], float], heights: dict[float, float], negligible: float) -> tuple[float, float]:
+    """Where a function is greatest, and its value there, from its `heights` at two or three places.
 
-    Steps to the top of the parabola through the best place and its neighbours; where that is of no use, to the middle
-    of the wider side. Ends when a parabola promises to gain less than `negligible`.
+    Steps to the top of the parabola through the best place and its neighbours; where that fails, to the middle
+    of the wider side. Ends when the parabola promises to gain less than `negligible`.
     """
-    known = dict(known)
+    heights = dict(heights)
     for _ in range(_TRIALS):
-        places = sorted(known)
-        best = max(places, key=known.__getitem__)
+        places = sorted(heights)
+        best = max(places, key=heights.__getitem__)
         at = places.index(best)
         sides = places[max(at - 1, 0) : at + 2]
         wider = max((place for place in sides if place != best), key=lambda place: abs(place - best))
         trial, gain = (best + wider) / 2, math.inf
-        if len(sides) == 3 and all(math.isfinite(known[place]) for place in sides):
+        if len(sides) == 3 and all(math.isfinite(heights[place]) for place in sides):
             left, right = sides[0] - best, sides[2] - best
-            slopes = [(known[place] - known[best]) / (place - best) for place in (sides[0], sides[2])]
+            slopes = [(heights[place] - heights[best]) / (place - best) for place in (sides[0], sides[2])]
             bend = (slopes[1] - slopes[0]) / (right - left)
             if bend < 0:
                 tilt = slopes[0] - bend * left
                 step, gain = -tilt / (2 * bend), -(tilt**2) / (4 * bend)
-                # A step that hardly moves would leave the far side as wide as it is.
+                # A tiny step would leave the far side as wide as it is.
                 trial = best + (
                     step if abs(step) > 0.02 * (right - left) else math.copysign(0.02 * (right - left), step)
                 )
         if gain < negligible or abs(wider - best) < 1e-3:
             break
-        known[trial] = value(trial)
-    best = max(known, key=known.__getitem__)
-    return best, known[best]
+        heights[trial] = value(trial)
+    best = max(heights, key=heights.__getitem__)
+    return best, heights[best]
 
 
 def _score(by: str, data: Any, samples: int, seed: int, unpack: Unpack | None) -> Score:
@@ -134,7 +134,7 @@ def _score(by: str, data: Any, samples: int, seed: int, unpack: Unpack | None) -
     if by == "evidence":
         if data is not None:
             raise ArgumentError(
-                "The evidence is of the training data; got data= as well. Use by='nll' for held-out data."
+                "The evidence is that of the training data, but data= was given. Use by='nll' for held-out data."
             )
         return lambda posterior: posterior.log_evidence()
     if by != "nll":
@@ -146,7 +146,7 @@ def _score(by: str, data: Any, samples: int, seed: int, unpack: Unpack | None) -
 
 
 def _of(score: Score, information: Information, prior: Prior) -> float:
-    """The score of a prior; the worst for one that rounding of the information drowns."""
+    """The score of a prior; −∞ for one that is lost in the rounding of the information."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
@@ -167,27 +167,27 @@ def _by_layer(
 ) -> Prior:
     """Along the candidates until no layer moves; then between them, unless all is `negligible`."""
     layers = list(dict.fromkeys(owner(name) or name for name in information.parameter_names))
-    chosen = dict.fromkeys(layers, start)
+    indices = dict.fromkeys(layers, start)
 
     def prior() -> Prior:
-        return Prior({layer: candidates[index] for layer, index in chosen.items()})
+        return Prior({layer: candidates[index] for layer, index in indices.items()})
 
     for _ in range(_SWEEPS):
-        before = dict(chosen)
+        before = dict(indices)
         for layer in track(layers, "Choosing the prior of each layer", enabled=progress):
             for step in (1, -1):
-                while 0 <= chosen[layer] + step < len(candidates):
-                    chosen[layer] += step
+                while 0 <= indices[layer] + step < len(candidates):
+                    indices[layer] += step
                     trial = _of(score, information, prior())
                     if trial <= value:
-                        chosen[layer] -= step
+                        indices[layer] -= step
                         break
                     value = trial
-        if chosen == before:
+        if indices == before:
             break
     if negligible == math.inf:
         return prior()
-    exact = {layer: math.log(candidates[index]) for layer, index in chosen.items()}
+    exact = {layer: math.log(candidates[index]) for layer, index in indices.items()}
     width = math.log(candidates[1] / candidates[0])
     for _ in range(_SWEEPS):
         previous = value
@@ -197,7 +197,7 @@ def _by_layer(
                 trial = {**exact, layer: log_precision}
                 return _of(score, information, Prior({name: math.exp(at) for name, at in trial.items()}))
 
-            # Below and above; layers depend on each other, so what a sweep before has found may have moved.
+            # Below and above; layers depend on each other, so the optimum of an earlier sweep may have moved.
             ends = {exact[layer] + side: alone(exact[layer] + side) for side in (-width, width)}
             exact[layer], value = _refined(alone, {exact[layer]: value, **ends}, negligible)
         if value - previous < negligible:

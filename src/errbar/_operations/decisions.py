@@ -1,15 +1,15 @@
-"""What to do with a PMF: the action of least expected loss, when to abstain, and sets that hold the class.
+"""Decisions from a PMF: the action of least expected loss, when to abstain, and sets that contain the class.
 
-`decide` needs nothing but a prediction and what mistakes cost, and is as right as the PMF is. The two others are
-chosen on held-out data, and promise something whatever the PMF is worth, as long as the held-out inputs and those to
-come are independent draws from one distribution:
+`decide` needs only a prediction and the costs of mistakes, and is as good as the PMF. The other two are chosen on
+held-out data, and give a guarantee however bad the PMF is, as long as the held-out and the future inputs are
+independent draws from one distribution:
 - `abstention`: among the inputs that it accepts, at most a share `risk` is wrong; with probability 1 − `delta` over the
   held-out data. Fixed-sequence testing with exact binomial p-values (Angelopoulos, Bates, Candès, Jordan and Lei,
   *Learn then Test*, arXiv 2110.01052).
-- `conformal`: the set holds the class of an input with probability `level` at least, over the held-out data and the
+- `conformal`: the set contains the class of an input with probability at least `level`, over the held-out data and the
   input (split conformal prediction; Romano, Sesia and Candès, arXiv 2006.02544; Sadinle, Lei and Wasserman, arXiv
   1609.00451).
-Both are wasted if the held-out data were used before, by the training or by `calibrate`.
+Both guarantees are void if the held-out data were used before, for training or by `calibrate`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SCORES = ("aps", "lac")
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """The expected loss of A actions for B inputs, how uncertain it is, and the action that has the least.
+    """The expected loss of A actions for B inputs, its uncertainty, and the action with the least.
 
-    `expected_loss` is ℓ_a = c_aᵀ f̂, `std` is √(c_aᵀ P^f c_a): what the uncertainty of the parameters makes of ℓ_a.
+    `expected_loss` is ℓ_a = c_aᵀ f̂, `std` is √(c_aᵀ P^f c_a): the uncertainty of ℓ_a due to the parameters.
     """
 
     expected_loss: Float[Tensor, "B A"]
@@ -49,7 +49,7 @@ class Decision:
 
     @property
     def action(self) -> Int[Tensor, "B"]:
-        """The action of least expected loss; of several that have it, the first."""
+        """The action of least expected loss; the first of several."""
         return self.expected_loss.argmin(1)
 
     @property
@@ -67,12 +67,12 @@ def decide(prediction: Prediction, cost: Any) -> Decision:
     """For each input the expected loss of each action, ℓ_a = c_aᵀ f̂, and its standard deviation √(c_aᵀ P^f c_a).
 
     Args:
-        prediction: as `Posterior.predict` returns it.
+        prediction: the result of `Posterior.predict`.
         cost: (A, M): `cost[a][m]` is what action a costs when the class is m. Gains are negative costs.
     """
     if not isinstance(prediction, Prediction):
         raise ArgumentError(
-            f"prediction is a {type(prediction).__name__}; expected a Prediction, as posterior.predict(x) returns it."
+            f"prediction is a {type(prediction).__name__}; expected a Prediction from posterior.predict(x)."
         )
     costs = _checked_cost(cost, prediction.pmf)
     return Decision(prediction.pmf @ costs.T, prediction.std_of(costs))
@@ -84,12 +84,12 @@ def _checked_cost(cost: Any, pmf: Float[Tensor, "B M"]) -> Float[Tensor, "A M"]:
         costs = torch.as_tensor(cost, dtype=pmf.dtype, device=pmf.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(
-            f"cost is a {type(cost).__name__} that is no matrix of numbers; expected (actions, {classes})."
+            f"cost is a {type(cost).__name__} that is not a matrix of numbers; expected (actions, {classes})."
         ) from error
     if costs.ndim != 2 or costs.shape[0] == 0 or costs.shape[1] != classes:
         raise ArgumentError(
-            f"cost has shape {tuple(costs.shape)}; expected (actions, {classes}): a row for each action, with what it "
-            "costs in each class."
+            f"cost has shape {tuple(costs.shape)}; expected (actions, {classes}): a row per action, with its cost for "
+            "each class."
         )
     if not bool(torch.isfinite(costs).all()):
         raise ArgumentError("cost holds NaN or infinity; expected finite numbers. For 'never', use a large one.")
@@ -103,7 +103,7 @@ def _checked_cost(cost: Any, pmf: Float[Tensor, "B M"]) -> Float[Tensor, "A M"]:
 class AbstentionRule:
     """Accept an input while the doubt about its most likely class, 1 − max_m f̂_m, is below `threshold`; else abstain.
 
-    Of `held_out` inputs `accepted` were accepted, and `wrong` of these were wrong. A rule that accepts nothing
+    Of `held_out` inputs, `accepted` were accepted, and `wrong` of these were wrong. A rule that accepts nothing
     (threshold 0) says that no share of the held-out inputs could be shown to be right often enough.
     """
 
@@ -122,10 +122,10 @@ class AbstentionRule:
 
     @property
     def bound(self) -> float:
-        """The Clopper–Pearson upper limit of the error rate at confidence 1 − delta, for the accepted as they are.
+        """The Clopper–Pearson upper limit of the error rate at confidence 1 − delta, for the accepted inputs.
 
-        At most `risk` unless nothing is accepted. It is the promise for this threshold had it been the only candidate;
-        the promise that takes the choice into account is `risk` itself.
+        At most `risk` unless nothing is accepted. It would be the guarantee for this threshold had it been the only
+        candidate; the guarantee that takes the choice into account is `risk` itself.
         """
         return error_bound(self.accepted, self.wrong, self.delta)
 
@@ -137,15 +137,15 @@ class AbstentionRule:
 
 
 def abstention(prediction: Any, labels: Any, *, risk: float = 0.05, delta: float = 0.05) -> AbstentionRule:
-    """The rule that accepts most, such that with probability 1 − delta at most a share `risk` of the accepted is wrong.
+    """The rule that accepts most inputs such that, with probability 1 − delta, at most a share `risk` of them is wrong.
 
     P{ Pr(y ≠ ŷ | accepted) ≤ risk } ≥ 1 − delta, the outer probability over the held-out data. The held-out inputs are
-    put in the order of their doubt. For j = j₀, j₀ + 1, … the j least doubtful are looked at, of which W_j are wrong,
-    and the hypothesis that the rule "doubt below that of number j + 1" errs more often than `risk` is rejected if
-    Pr{Bin(j, risk) ≤ W_j} ≤ delta. The first that is not rejected ends it; the last rejected is the rule.
-    j₀ = ⌈ln delta / ln(1 − risk)⌉ is the least number of which none being wrong is enough.
+    sorted by their doubt. For j = j₀, j₀ + 1, … consider the j least doubtful, of which W_j are wrong:
+    the hypothesis that the rule "doubt below that of number j + 1" errs more often than `risk` is rejected if
+    Pr{Bin(j, risk) ≤ W_j} ≤ delta. The search ends at the first that is not rejected; the last rejected is the rule.
+    j₀ = ⌈ln delta / ln(1 − risk)⌉ is the least number for which it is enough that none is wrong.
 
-    *Why nothing is paid for testing many.* Let A be the doubts d with error rate ρ(d) = Pr(wrong | doubt < d) > risk.
+    *Why testing many costs nothing.* Let A be the doubts d with error rate ρ(d) = Pr(wrong | doubt < d) > risk.
     A mistake needs the first j whose threshold is in A to be rejected. If that is j₀, given its threshold the j₀ below
     are independent draws with error rate ρ > risk. If it is later: ρ = risk where a piece of A begins and ends, so the
     error rate within each piece, and between two of them, is `risk` on average; that j is the first is an event about
@@ -155,8 +155,8 @@ def abstention(prediction: Any, labels: Any, *, risk: float = 0.05, delta: float
     Args:
         prediction: a Prediction of held-out inputs, or their PMFs (N, M).
         labels: their labels.
-        risk: the share of wrong ones among the accepted that is tolerated.
-        delta: the probability that the promise may fail to hold.
+        risk: the tolerated share of wrong ones among the accepted.
+        delta: the probability with which the guarantee may fail.
     """
     pmf = _pmf(prediction)
     truth = checked_labels(labels, size=len(pmf), classes=pmf.shape[1], device=pmf.device)
@@ -170,7 +170,7 @@ def abstention(prediction: Any, labels: Any, *, risk: float = 0.05, delta: float
     doubt, order = _doubt(pmf).sort(stable=True)
     is_wrong = (pmf.argmax(1) != truth)[order]
     p_values = _running_p_values(is_wrong, risk)
-    # Thresholds lie between different doubts; the one after all accepts everything.
+    # Thresholds lie between different doubts; the last one accepts everything.
     is_step = torch.cat([doubt[1:] > doubt[:-1], doubt.new_ones(1, dtype=torch.bool)])
     accepted, threshold = 0, 0.0
     for j in range(least, len(doubt) + 1):
@@ -183,7 +183,7 @@ def abstention(prediction: Any, labels: Any, *, risk: float = 0.05, delta: float
 
 
 def _doubt(pmf: Float[Tensor, "B M"]) -> Float[Tensor, "B"]:
-    """1 − max_m f̂_m as the sum of the others: the difference would be 0 for all that are sure, and these be equal."""
+    """1 − max_m f̂_m as the sum of the others: the difference would be 0, hence equal, for all confident inputs."""
     others = pmf.clone()
     others.scatter_(1, pmf.argmax(1, keepdim=True), 0.0)
     return others.sum(1)
@@ -192,7 +192,7 @@ def _doubt(pmf: Float[Tensor, "B M"]) -> Float[Tensor, "B"]:
 def _running_p_values(wrong: Bool[Tensor, "N"], rate: float) -> Float[Tensor, "N"]:
     """Pr{Bin(j, rate) ≤ W_j} for j = 1 … N, W_j the number of wrong ones among the first j.
 
-    With b(j, w) = Pr{Bin(j, rate) = w}: one more that is right takes rate·b(j, W) away, one more that is wrong
+    With b(j, w) = Pr{Bin(j, rate) = w}: one more right input subtracts rate·b(j, W), one more wrong input
     adds (1 − rate)·b(j, W + 1). So all N come from one cumulative sum.
     """
     wrong = wrong.cpu()
@@ -211,7 +211,7 @@ def _running_p_values(wrong: Bool[Tensor, "N"], rate: float) -> Float[Tensor, "N
 
 
 def error_bound(count: int, wrong: int, delta: float) -> float:
-    """The p for which Pr{Bin(count, p) ≤ wrong} = delta: above it, so few wrong ones would be a surprise.
+    """The p for which Pr{Bin(count, p) ≤ wrong} = delta: above it, so few wrong inputs would be surprising.
 
     The one-sided limit of Clopper and Pearson (1934), by bisection; 1 if all are wrong or there are none.
     """
@@ -252,21 +252,21 @@ class ConformalRule:
 
 
 def conformal(prediction: Any, labels: Any, *, level: float = 0.9, score: str = "aps") -> ConformalRule:
-    """Sets of classes that hold the class with probability `level` at least, over the held-out data and the input.
+    """Sets of classes that contain the class with probability at least `level`, over the held-out data and the input.
 
-    The threshold is the ⌈(N + 1) level⌉-th smallest score E(x_n, y_n) of N held-out inputs; if that is more than N,
-    every set has all classes. The scores:
+    The threshold is the ⌈(N + 1) level⌉-th smallest score E(x_n, y_n) of N held-out inputs; if that rank is above N,
+    every set contains all classes. The scores:
     - "aps": E(x, m) = Σ f̂ over the classes more likely than m: the smallest sets of most likely classes whose
       probability exceeds a common threshold. Larger where inputs are harder.
     - "lac": E(x, m) = 1 − f̂_m: the sets of the least average size, if the PMF is right.
 
-    Neither draws lots, so that the set of an input does not depend on the inputs beside it. No set is empty, so where
-    more than `level` of the inputs are classified rightly more than `level` of the sets hold their class.
+    Neither is randomised, so the set of an input does not depend on other inputs. No set is empty, so where more than
+    `level` of the inputs are classified correctly, more than `level` of the sets contain their class.
 
     Args:
         prediction: a Prediction of held-out inputs, or their PMFs (N, M).
         labels: their labels.
-        level: the least probability that a set holds the class.
+        level: the least probability that a set contains the class.
         score: "aps" or "lac".
     """
     pmf = _pmf(prediction)
@@ -274,10 +274,10 @@ def conformal(prediction: Any, labels: Any, *, level: float = 0.9, score: str = 
     level = _share(level, "level")
     if score not in SCORES:
         raise ArgumentError(f"score is {score!r}; expected 'aps' or 'lac'.")
-    # As the level is written in decimals: 100 · 0.55 in floating point is above 55, and its ceiling 56.
+    # With the level as a decimal fraction: 100 · 0.55 in floating point is above 55, so its ceiling would be 56.
     rank = math.ceil((len(pmf) + 1) * Fraction(repr(level)))
-    ordered = _scores(pmf, score).gather(1, truth[:, None])[:, 0].sort().values
-    threshold = float(ordered[rank - 1]) if rank <= len(ordered) else math.inf
+    ascending = _scores(pmf, score).gather(1, truth[:, None])[:, 0].sort().values
+    threshold = float(ascending[rank - 1]) if rank <= len(ascending) else math.inf
     return ConformalRule(threshold, level, score, pmf.shape[1])
 
 
@@ -294,15 +294,15 @@ def _scores(pmf: Float[Tensor, "B M"], score: str) -> Float[Tensor, "B M"]:
 
 
 def _pmf(prediction: Any) -> Float[Tensor, "B M"]:
-    """PMFs in float64 on the CPU, of a Prediction too."""
+    """PMFs in float64 on the CPU, also from a Prediction."""
     return checked_pmf(prediction)
 
 
 def _require_classes(pmf: Float[Tensor, "B M"], classes: int) -> None:
     if pmf.shape[1] != classes:
         raise MismatchError(
-            f"The prediction has {pmf.shape[1]} classes; expected {classes}, as the held-out data had that the rule "
-            "was chosen on."
+            f"The prediction has {pmf.shape[1]} classes; expected {classes}, as in the held-out data on which the rule "
+            "was chosen."
         )
 
 

@@ -19,7 +19,7 @@ from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar.errors import ArgumentError, MismatchError, SingularCovarianceError
 
 _CERTAIN = (
-    "A covariance scale of zero, or fewer selected parameters than classes, leaves logits that are certain: such "
+    "A covariance scale of zero, or fewer selected parameters than classes, makes logits certain: such "
     "estimates cannot be weighed against each other."
 )
 
@@ -27,13 +27,13 @@ _CERTAIN = (
 def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGaussian:
     """Independent classifiers of one object, row by row: P = (Σ_c P_c⁻¹)⁻¹, ĝ = P Σ_c P_c⁻¹ ĝ_c (sec. Fusion)."""
     if not isinstance(gaussians, Iterable):
-        raise ArgumentError(f"Cannot fuse {type(gaussians).__name__}; expected several LogitGaussian.")
+        raise ArgumentError(f"Cannot fuse {type(gaussians).__name__}; expected several LogitGaussian objects.")
     sources = list(gaussians)
     _require_fusible(sources)
     dtype = torch.float64 if any(s.mean.dtype == torch.float64 for s in sources) else torch.float32
     rounding = torch.finfo(dtype).eps
     information: Float[Tensor, "B d d"] | None = None
-    weighted: Float[Tensor, "B d"] | None = None
+    information_vector: Float[Tensor, "B d"] | None = None
     basis = _basis(sources[0].mean, raw)
     for position, source in enumerate(sources):
         covariance = basis.mT @ source.covariance.double() @ basis
@@ -43,51 +43,51 @@ def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGauss
             raise SingularCovarianceError(f"{error} {_CERTAIN}") from None
         vector = (precision @ (source.mean.double() @ basis)[..., None])[..., 0]
         information = precision if information is None else information + precision
-        weighted = vector if weighted is None else weighted + vector
+        information_vector = vector if information_vector is None else information_vector + vector
     assert information is not None
-    assert weighted is not None
+    assert information_vector is not None
     covariance = linalg.inverse(information, name="The fused information")
-    mean = (covariance @ weighted[..., None])[..., 0]
+    mean = (covariance @ information_vector[..., None])[..., 0]
     return _in_logits(mean, covariance, basis, dtype)
 
 
 def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = None) -> LogitGaussian:
     """Frames of one object, with the covariance R between them: P = (HᵀR⁻¹H)⁻¹, ĝ = P HᵀR⁻¹z (sec. Fusion).
 
-    All frames share the parameters, so their errors are correlated, and R tells how much. More frames than parameters,
-    or a frame that comes twice, make R singular; it is then inverted on its range, the eigenvalues above rcond · max,
-    and `rank` of the result says how many those are. By default rcond is what rounding makes of zero: 4 · size · eps
-    of float64, or (8 eps)² of a network with a larger eps, whose derivatives are no better. Neither repeating a frame
-    nor another order changes anything. A frame whose contrasts vary less than that is certain beside the others, and
-    refused.
+    All frames share the parameters, so their errors are correlated, as R says. More frames than parameters,
+    or a repeated frame, make R singular; it is then inverted on its range, the eigenvalues above rcond · max,
+    and `rank` of the result is their number. By default rcond is what rounding makes of zero: 4 · size · eps
+    of float64, or (8 eps)² of a network with a larger eps, whose derivatives are no better. Neither repeating frames
+    nor reordering them changes anything. A frame whose contrasts vary less than that is certain compared with the
+    others, and is refused.
     """
     if not isinstance(joint, JointLogits):
         raise ArgumentError(
-            f"Expected JointLogits, as posterior.joint_logits(frames) returns them, got {type(joint).__name__}. For "
+            f"Expected JointLogits from posterior.joint_logits(frames), got {type(joint).__name__}. For "
             "different classifiers use errbar.fuse."
         )
     if raw:
         return _fused_to_the_letter(joint)
     spread = _Spread.of(joint, rcond)
     _require_uncertain(joint, spread)
-    kept = _without_repeats(joint, spread.cut)
-    if len(kept) < len(joint):
-        joint = joint.chosen(kept)
+    distinct = _without_repeats(joint, spread.cut)
+    if len(distinct) < len(joint):
+        joint = joint.chosen(distinct)
         spread = _Spread.of(joint, rcond)
     basis = _basis(joint.mean, raw=False)
     above = spread.deviations.square() > spread.cut
     deviations, directions = spread.deviations[above], spread.directions[:, above]
     # R⁻¹ = U diag(σ⁻²) Uᵀ on the range: what follows is least squares with the rows of diag(σ⁻¹) Uᵀ H.
-    weighted = (directions / deviations).mT
-    rows = weighted.unflatten(1, (len(joint), basis.shape[1])).sum(1)
-    # σ of one part in so many has directions that are off by as many roundings.
+    whitening = (directions / deviations).mT
+    rows = whitening.unflatten(1, (len(joint), basis.shape[1])).sum(1)
+    # The directions of a small σ are off by as many roundings as it is smaller than the largest.
     rounding = 4 * len(directions) * torch.finfo(torch.float64).eps * float(deviations[0] / deviations[-1])
     name = "HᵀR⁻¹H, the fused information"
     left, values, right = linalg.singular_vectors(rows, name=name)
     if len(values) < basis.shape[1] or float(values[-1]) <= rounding * float(values[0]):
         raise SingularCovarianceError(f"{name}, is singular, so it has no inverse. {_CERTAIN}")
     half = right.mT / values
-    mean = half @ (left.mT @ (weighted @ (joint.mean.double() @ basis).reshape(-1)))
+    mean = half @ (left.mT @ (whitening @ (joint.mean.double() @ basis).reshape(-1)))
     return _in_logits(mean[None], (half @ half.mT)[None], basis, joint.mean.dtype, int(above.sum()))
 
 
@@ -111,7 +111,7 @@ class _Spread:
         else:
             eigenvalues, vectors = linalg.eigenvectors(_contrasts(joint), name=name)
             directions, deviations = vectors.flip(1), eigenvalues.flip(0).clamp_min(0).sqrt()
-            # R was rounded as a whole, with a common shift of the logits that can be far larger than its contrasts.
+            # R was rounded as a whole, with a common shift of the logits that can far exceed its contrasts.
             largest = float(deviations[0].square())
             scale = float(joint.covariance.norm()) / largest if largest > 0 else 1.0
         share = (
@@ -124,8 +124,8 @@ class _Spread:
 
 def _contrasts(joint: JointLogits) -> Float[Tensor, "s s"]:
     basis = _basis(joint.mean, raw=False)
-    made = torch.einsum("imjn,ma,nb->iajb", joint.covariance, basis, basis)
-    return made.flatten(2).flatten(0, 1)
+    blocks = torch.einsum("imjn,ma,nb->iajb", joint.covariance, basis, basis)
+    return blocks.flatten(2).flatten(0, 1)
 
 
 def _contrast_variances(joint: JointLogits) -> Float[Tensor, "C"]:
@@ -136,13 +136,13 @@ def _contrast_variances(joint: JointLogits) -> Float[Tensor, "C"]:
 
 
 def _require_uncertain(joint: JointLogits, spread: _Spread) -> None:
-    """Refuse frames that are certain up to rounding: they would decide alone, or be left out without a word."""
+    """Refuse frames that are certain up to rounding: they would decide alone, or be dropped silently."""
     variances = _contrast_variances(joint)
     certain = (variances <= spread.cut).nonzero()[:, 0].tolist()
     if certain:
-        named = ", ".join(str(frame) for frame in certain[:5]) + (", …" if len(certain) > 5 else "")
+        names = ", ".join(str(frame) for frame in certain[:5]) + (", …" if len(certain) > 5 else "")
         raise SingularCovarianceError(
-            f"The contrasts of frame {named} have a variance of {float(variances[certain[0]]):.3g}, where the largest "
+            f"The contrasts of frame {names} have a variance of {float(variances[certain[0]]):.3g}, where the largest "
             f"is {float(spread.deviations[0].square()):.3g} and rounding explains {spread.cut:.3g}; expected more than "
             f"that of each frame. {_CERTAIN} Leave the frame out, or give a smaller rcond."
         )
@@ -164,19 +164,19 @@ def _fused_to_the_letter(joint: JointLogits) -> LogitGaussian:
 
 
 def _without_repeats(joint: JointLogits, cut: float) -> list[int]:
-    """The frames that equal no earlier one: other logits, or a difference whose variance is more than rounding.
+    """The frames that differ from all earlier ones: in their logits, or with more variance than rounding explains.
 
-    Where R is singular for other reasons as well, its pseudo-inverse would otherwise weigh what comes twice.
+    Otherwise, if R is singular for other reasons too, its pseudo-inverse would give repeated frames more weight.
     """
     mean = joint.mean.double()
     tolerance = mean.numel() * joint.form.network_rounding * mean.abs().max()
     alike = torch.cdist(mean, mean, p=torch.inf) <= tolerance
-    kept: list[int] = []
+    distinct: list[int] = []
     for frame in range(len(mean)):
-        others = [other for other in kept if bool(alike[frame, other])]
+        others = [other for other in distinct if bool(alike[frame, other])]
         if all(_difference(joint, frame, other) > cut for other in others):
-            kept.append(frame)
-    return kept
+            distinct.append(frame)
+    return distinct
 
 
 def _difference(joint: JointLogits, first: int, second: int) -> float:
@@ -202,7 +202,7 @@ def _in_logits(
     dtype: torch.dtype,
     rank: int | None = None,
 ) -> LogitGaussian:
-    """Contrasts as logits again, with mean zero over the classes."""
+    """Contrasts back to logits, with mean zero over the classes."""
     logits = mean @ basis.mT
     spread = linalg.symmetric(basis @ covariance @ basis.mT)
     return LogitGaussian(logits.to(dtype), FullCovariance(spread.to(dtype)), rank)
@@ -210,12 +210,12 @@ def _in_logits(
 
 def _require_fusible(sources: list[LogitGaussian]) -> None:
     if not sources:
-        raise ArgumentError("There is nothing to fuse; expected one or more LogitGaussian.")
+        raise ArgumentError("There is nothing to fuse; expected at least one LogitGaussian.")
     for position, source in enumerate(sources):
         if not isinstance(source, LogitGaussian):
             raise ArgumentError(
-                f"Item {position} to fuse is a {type(source).__name__}; expected a LogitGaussian, as "
-                "posterior.logits(x) returns it."
+                f"Item {position} to fuse is a {type(source).__name__}; expected a LogitGaussian from "
+                "posterior.logits(x)."
             )
         if source.mean.shape[1] != sources[0].mean.shape[1]:
             raise MismatchError(

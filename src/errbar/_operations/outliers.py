@@ -1,4 +1,4 @@
-"""Inputs that the training data say little about, and labels that the model finds hard to believe."""
+"""Inputs about which the training data say little, and labels that the model finds implausible."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OutlierScores:
 
     - `mutual_information`: how much the class depends on which parameters are right, in nats;
     - `contrast_variance`: the mean variance of the logits' contrasts, the part of P^g that softmax can see;
-    - `label_suspicion`: −ln of the probability of the label had this input not been in the fit, in nats, finite also
-      where that probability is too small for a number; None where the data have no labels.
+    - `label_suspicion`: −ln of the probability of the label had this input not been in the fit, in nats, finite even
+      where that probability would underflow; None if the data have no labels.
     """
 
     mutual_information: Float[Tensor, "N"]
@@ -58,10 +58,10 @@ def outlier_scores(
     unpack: Unpack | None = None,
     progress: bool = False,
 ) -> OutlierScores:
-    """Scores of each input of `data`, in their order.
+    """Scores of each input of `data`, in order.
 
-    `leave_out` says that the data were part of the fit: the label's own influence on the network is then taken out
-    before its suspicion is computed, so that a memorised wrong label does not vouch for itself. Set it to False for
+    `leave_out` says that the data were part of the fit: the label's own influence on the network is then removed
+    before its suspicion is computed, so that a memorised wrong label does not support itself. Set it to False for
     data that the network was not trained on.
     """
     require_posterior(posterior)
@@ -71,46 +71,46 @@ def outlier_scores(
         batches(data, unpack or posterior.unpack), "Scoring", total=count_batches(data), enabled=progress
     ):
         gaussian = plain.unrounded_logits(batch)
-        used = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
-        prediction = used.predict(samples, seed)
+        calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+        prediction = calibrated.predict(samples, seed)
         information.append(prediction.mutual_information)
-        variance.append(used.contrast_variance)
+        variance.append(calibrated.contrast_variance)
         if batch.labels is not None:
             size, classes = gaussian.mean.shape
             labels = checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
             if leave_out:
                 without = without_own_label(gaussian, labels, posterior.information.fisher)
-                used = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
-            suspicion.append(_label_suspicion(used, labels, samples, seed))
+                calibrated = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+            suspicion.append(_label_suspicion(calibrated, labels, samples, seed))
     if not information:
         raise DataError("The data are empty: expected at least one batch.")
-    labelled = len(suspicion) == len(information)
-    return OutlierScores(torch.cat(information), torch.cat(variance), torch.cat(suspicion) if labelled else None)
+    has_labels = len(suspicion) == len(information)
+    return OutlierScores(torch.cat(information), torch.cat(variance), torch.cat(suspicion) if has_labels else None)
 
 
 def _label_suspicion(gaussian: LogitGaussian, labels: Int[Tensor, "B"], samples: int, seed: int) -> Float[Tensor, "B"]:
     """−ln f̂_y = ln K − ln Σ_k exp(ln softmax(g⁽ᵏ⁾)_y), with the draws of `predict`.
 
-    The PMF of a label that the model holds impossible is zero, and the logarithm of that says nothing about which such
-    label is the more suspicious; its logarithm as such is a number like any other.
+    The probability of a label that the model considers impossible underflows to zero, whose logarithm would not say
+    which of such labels is more suspicious; computed directly, the logarithm is finite.
     """
     root = gaussian.sampling_root().whole()
     normal = standard_normal(require_samples(samples), root.shape[-1], seed, gaussian.mean).T.double()
-    made = torch.empty(len(gaussian), dtype=torch.float64, device=gaussian.mean.device)
-    # As many inputs at a time as a prediction takes.
+    suspicion = torch.empty(len(gaussian), dtype=torch.float64, device=gaussian.mean.device)
+    # As many inputs at a time as for a prediction.
     row_bytes = 8 * gaussian.mean.shape[1] * normal.shape[1]
-    size = max(1, BLOCK_BYTES.get(made.device.type, 2**21) // row_bytes)
-    with plain_execution(made.device):
+    size = max(1, BLOCK_BYTES.get(suspicion.device.type, 2**21) // row_bytes)
+    with plain_execution(suspicion.device):
         for start in range(0, len(gaussian), size):
             rows = slice(start, start + size)
             mean, spread = gaussian.mean[rows].double(), root[rows].double()
-            drawn = spread[:, :, None] * normal if spread.ndim == 2 else spread @ normal
-            logits = mean[:, :, None] + drawn
+            deviations = spread[:, :, None] * normal if spread.ndim == 2 else spread @ normal
+            logits = mean[:, :, None] + deviations
             label = labels[rows, None, None].expand(-1, 1, normal.shape[1])
             of_label = torch.log_softmax(logits, 1).gather(1, label)[:, 0]
-            made[rows] = math.log(normal.shape[1]) - torch.logsumexp(of_label, 1)
-    # Rounding may take a certain label below zero.
-    return made.clamp_min(0).to(gaussian.mean.dtype)
+            suspicion[rows] = math.log(normal.shape[1]) - torch.logsumexp(of_label, 1)
+    # Rounding may take the suspicion of a certain label below zero.
+    return suspicion.clamp_min(0).to(gaussian.mean.dtype)
 
 
 def rank_outliers(
@@ -131,17 +131,17 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
     mean = gaussian.mean.double()
     root = fisher_root(mean, fisher)
     half = root.mT @ covariance
-    remaining = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device) - linalg.symmetric(half @ root)
+    remainder = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device) - linalg.symmetric(half @ root)
     try:
-        lower, _ = linalg.safe_cholesky(remaining, name="I − RᵀP^gR", limit=1e-4)
+        lower, _ = linalg.safe_cholesky(remainder, name="I − RᵀP^gR", limit=1e-4)
     except CovarianceError as cause:
         raise DataError(
-            "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out "
-            "of it. Pass leave_out=False for data that the network was not trained on."
+            "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out. "
+            "Pass leave_out=False for data that the network was not trained on."
         ) from cause
     half = linalg.solve_lower(lower, half)
-    grown = linalg.symmetric(covariance + half.mT @ half)
+    wider = linalg.symmetric(covariance + half.mT @ half)
     target = torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean)
     error = torch.softmax(mean, 1) - target
-    moved = mean + (grown @ error[..., None])[..., 0]
-    return LogitGaussian(moved.to(gaussian.mean), FullCovariance(grown))
+    shifted_mean = mean + (wider @ error[..., None])[..., 0]
+    return LogitGaussian(shifted_mean.to(gaussian.mean), FullCovariance(wider))
