@@ -13,15 +13,12 @@ lengths, or first batches that are the same. `iter(loader)` is an iterable of ba
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -36,6 +33,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from errbar._base.digest import digest_of
 from errbar._base.progress import track
 from errbar._distributed.team import Team
 from errbar._model.batch import Batch, Form, Unpack, batches, count_batches
@@ -65,7 +63,7 @@ def opened(
         stream = _stream(shard.data, unpack, title, progress and team.leads)
         first = next(stream, None)
         if shard.kind == _OWN:
-            shard = Shard(data, _OWN, () if first is None else (_digest((first.args, first.kwargs)),))
+            shard = Shard(data, _OWN, () if first is None else (digest_of((first.args, first.kwargs)),))
         return chain([] if first is None else [first], stream), shard
 
     stream, shard = team.together(begin)
@@ -199,7 +197,7 @@ def _shard_of(data: Any, team: Team) -> Shard:
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         length = _length(data)
         part = _part(range(length), team)
-        return Shard(Subset(data, part) if part else [], _WHOLE, (length, _digest(data[0]) if length else None))
+        return Shard(Subset(data, part) if part else [], _WHOLE, (length, digest_of([data[0]]) if length else None))
     sampler = _sampler_of(data)
     if sampler is None:
         return Shard(data, _OWN)
@@ -263,7 +261,9 @@ def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Sha
     if getattr(sampler, "drop_last", False):
         indices = indices[: len(indices) // size * size]
     part = list(_part(indices, team))
-    told = _digest((list(indices) if isinstance(indices, list) else None, loader.dataset[indices[0]] if indices else 0))
+    told = digest_of(
+        (list(indices) if isinstance(indices, list) else None, loader.dataset[indices[0]] if indices else 0)
+    )
     kept = [part[start : start + size] for start in range(0, len(part), size)] if sampler is not None else [part]
     return Shard(_reloaded(loader, kept), _WHOLE, (len(indices), told))
 
@@ -302,31 +302,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(part) for part in (*value, *value.values()))
     return value is None or type(value) in (Tensor, bool, int, float, str, bytes)
-
-
-def _digest(value: Any) -> str:
-    """A fingerprint of tensors, arrays, numbers and text, however nested; of other things, their type."""
-    digest = hashlib.sha256()
-
-    def add(part: Any) -> None:
-        if isinstance(part, Tensor) and part.layout == torch.strided:
-            flat = part.detach().cpu().contiguous().reshape(-1)
-            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            digest.update(flat.view(torch.uint8).numpy().data)
-        elif isinstance(part, np.ndarray) and part.dtype != object:
-            digest.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
-        elif isinstance(part, Mapping):
-            for key, inside in part.items():
-                add(key)
-                add(inside)
-        elif isinstance(part, (list, tuple)):
-            digest.update(f"{type(part).__name__}{len(part)}".encode())
-            for inside in part:
-                add(inside)
-        elif isinstance(part, (bool, int, float, str, bytes, np.generic)) or part is None:
-            digest.update(repr(part).encode())
-        else:
-            digest.update(type(part).__name__.encode())
-
-    add(value)
-    return digest.hexdigest()

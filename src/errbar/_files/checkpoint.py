@@ -17,16 +17,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
 from errbar._base.atomic import file_name, require_writable_folder
 from errbar._base.checks import whole_number
 from errbar._base.container import read, write
+from errbar._base.digest import digest_of
 from errbar._curvature.task import Task
 from errbar._files.task import information_record, read_information, route_description
 from errbar._model.batch import Batch
@@ -158,42 +154,4 @@ def resume(path: Path, task: Task, seen: CountedStream) -> Information | None:
 
 def batch_digest(batch: Batch) -> str:
     """SHA-256 of what the model is called with, and of the labels."""
-    digest = hashlib.sha256()
-    for value in (*batch.args, "keywords", batch.kwargs, "labels", batch.labels):
-        _add(digest, value)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().resolve_conj().resolve_neg()
-        dense = plain if plain.layout == torch.strided else plain.to_dense()
-        digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
-        digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    elif isinstance(value, Mapping):
-        digest.update(f"mapping {len(value)};".encode())
-        for name, inside in value.items():
-            digest.update(f"{name!r};".encode())
-            _add(digest, inside)
-    elif isinstance(value, (list, tuple)):
-        digest.update(f"sequence {len(value)};".encode())
-        for inside in value:
-            _add(digest, inside)
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        digest.update(f"{type(value).__name__} {value!r};".encode())
-    elif hasattr(value, "__array__"):
-        _add_array(digest, np.asarray(value))
-    else:
-        # An object of the user's: nothing is known of it that stays the same in another process.
-        digest.update(f"{type(value).__qualname__};".encode())
-
-
-def _add_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
-    if array.dtype == object:
-        _add(digest, [*array.flat])
-        return
-    try:
-        # What could be a tensor counts as one: labels may be either.
-        _add(digest, torch.as_tensor(array))
-    except (TypeError, ValueError):
-        digest.update(f"array {array.dtype} {array.shape};".encode() + array.tobytes())
+    return digest_of((*batch.args, "keywords", batch.kwargs, "labels", batch.labels))
