@@ -580,7 +580,7 @@ def simple() -> errbar.Posterior:
         ({"risk": [0.1, torch.zeros(3)]}, "expected a probability, or one for each of the 5 classes"),
         ({"outputs": ["pmf", "mean"]}, r"outputs is \['pmf', 'mean'\]; expected one or more of pmf, std"),
         ({"outputs": []}, r"outputs is \[\]; expected one or more"),
-        ({"outputs": "risk"}, "outputs has 'risk', and there is no threshold for it"),
+        ({"outputs": "risk"}, "outputs has 'risk', but there is no threshold for it"),
         ({"samples": 0}, "samples is 0; expected a whole number of one or more"),
         ({"seed": -1}, "seed is -1; expected a whole number"),
         ({"draws": "latin"}, "draws is 'latin'; expected 'random', 'antithetic' or 'sobol'"),
@@ -781,7 +781,7 @@ class Alone(nn.Module):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_model_that_does_something_else_for_one_input(rows: int, tmp_path: Path) -> None:
     posterior = errbar.fit(seeded(Alone()), [normal(30, 6)], last_layers=1, fisher="eta")
-    with pytest.raises(errbar.ExportError, match="does something else for a batch of one cannot be exported"):
+    with pytest.raises(errbar.ExportError, match="behaves differently for a batch of one cannot be exported"):
         posterior.export(tmp_path / "posterior.pt2", example=normal(rows, 6), samples=10)
 
 

@@ -217,7 +217,7 @@ def test_a_saved_posterior_is_not_overwritten_by_a_checkpoint(tmp_path: Path) ->
 
 def test_a_damaged_checkpoint_is_refused(half: Path) -> None:
     half.write_bytes(half.read_bytes()[:-1])
-    with pytest.raises(errbar.DamagedFileError, match="cut off"):
+    with pytest.raises(errbar.DamagedFileError, match="truncated"):
         errbar.collect(network(), stream(), last_layers=2, checkpoint=half)
 
 

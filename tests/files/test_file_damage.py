@@ -177,7 +177,9 @@ def test_when_the_disk_is_full_the_old_file_is_intact(
     before = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(atomic.os, function, failing(getattr(os, function), number, code))
-        with pytest.raises(errbar.FileError, match=f"Cannot write .*file: {os.strerror(code)}.*before is unchanged"):
+        with pytest.raises(
+            errbar.FileError, match=f"Cannot write .*file: {os.strerror(code)}.*previous file, if any, is unchanged"
+        ):
             posterior.with_prior(errbar.Prior(9.0)).save(path, factors=True)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["file"]
@@ -215,7 +217,7 @@ def test_a_folder_that_does_not_reach_the_disk_is_not_said_to_be_unchanged(
     posterior: errbar.Posterior, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(atomic.os, "fsync", failing(os.fsync, 1, errno.EIO))
-    with pytest.raises(errbar.FileError, match=r"^A new file is in .* could not be written to the disk"):
+    with pytest.raises(errbar.FileError, match=r"^A new file is in .* could not be made durable on the disk"):
         posterior.save(tmp_path / "file")
     assert errbar.verify(tmp_path / "file").kind == "posterior"
 

@@ -342,13 +342,13 @@ def test_what_is_no_file_of_errbar_is_refused(tmp_path: Path) -> None:
     model, path = CASES["dense"].model(), tmp_path / "file"
     with pytest.raises(errbar.FileError, match=r"Cannot read .*file: No such file"):
         errbar.load(path, model)
-    with pytest.raises(errbar.FileError, match=r"it is no file"):
+    with pytest.raises(errbar.FileError, match=r"it is not a file"):
         errbar.load(tmp_path, model)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(errbar.FileError, match=r"it is no file"):
+    with pytest.raises(errbar.FileError, match=r"it is not a file"):
         errbar.load(tmp_path / "pipe", model)
     path.touch()
-    with pytest.raises(errbar.DamagedFileError, match=r"is no errbar file, or is cut off"):
+    with pytest.raises(errbar.DamagedFileError, match=r"is not an errbar file, or is truncated"):
         errbar.load(path, model)
     save_file({"x": torch.ones(3)}, path)
     with pytest.raises(errbar.DamagedFileError, match="__metadata__ = None"):

@@ -187,7 +187,7 @@ def test_auto_takes_the_first_that_fits_and_says_so(expected: str, monkeypatch: 
         assert expected in ("lowrank", "diag")
         return
     only(monkeypatch, int(peaks[expected] / 0.9) + 1000)
-    with pytest.warns(errbar.StructureNotice, match=f"'auto' took '{expected}', which is not exact: .* would take"):
+    with pytest.warns(errbar.StructureNotice, match=f"'auto' chose '{expected}', which is not exact: .* would take"):
         information = errbar.collect(model, [x], parameters="all", structure="auto", rank=2)
     assert information.structure == expected
     best = errbar.plan(model, x, rank=2).best

@@ -1,1 +1,1 @@
-"""What everything stands on: linear algebra, execution, checks, memory, progress, atomic files, optimisation."""
+"""The foundations: linear algebra, execution, checks, memory, progress, atomic files, optimisation."""

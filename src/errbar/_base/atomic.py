@@ -1,12 +1,12 @@
-"""Files that are replaced as a whole: whatever happens, a reader finds the old file or the new one, never half of one.
+"""Atomic replacement of files: whatever happens, a reader finds the old file or the new one, never half of one.
 
 The new content goes into a temporary file beside the target, which is synchronised to the disk before it takes the
-target's name. A full disk or an error removes the temporary file; a killed process cannot. So each writer holds a lock
-on its temporary file, which the system drops when the process ends, and the next writer of the same target removes
-temporary files that nobody has locked. Where the file system has no locks, such files stay.
+target's name. After an error, such as a full disk, the temporary file is removed; a killed process cannot do that. So
+each writer holds a lock on its temporary file, which the system drops when the process ends, and the next writer of the
+same target removes temporary files that are not locked. On file systems without locks such files stay.
 
-Only regular files are replaced: a pipe, a socket or a device of that name would be gone, and nobody would read what was
-meant for it. They are refused, through symbolic links too (/dev/stdout).
+Only regular files are replaced: replacing a pipe, a socket or a device would remove it, and nobody would read the file.
+They are refused, also through symbolic links (/dev/stdout).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if sys.platform != "win32":
     import fcntl
 
 _COUNTER = count()
-# What file systems answer that do not synchronise directories, and those that have no locks (some of clusters).
+# Errors of file systems that do not synchronise directories, and of those without locks (some on clusters).
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _SPECIAL = {
@@ -38,7 +38,7 @@ _SPECIAL = {
 
 
 def file_name(path: object) -> str:
-    """The name of a file as text; refuses what cannot be one."""
+    """The name of a file as text; refuses anything else."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(name, str) or not name or "\0" in name:
         raise ArgumentError(f"path is {path!r}; expected the name of a file.")
@@ -47,7 +47,7 @@ def file_name(path: object) -> str:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A descriptor to write to; what was written takes the place of `path` when the block ends without an error."""
+    """A descriptor to write to; the content replaces `path` when the block ends without an error."""
     name = file_name(path)
     try:
         # Through a symbolic link the file is replaced, not the link.
@@ -70,47 +70,47 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         raise
     except OSError as error:
         raise FileError(
-            f"Cannot write {path}: {error.strerror or error}. What was there before is unchanged; expected a folder "
-            "that exists, can be written to, and has room."
+            f"Cannot write {path}: {error.strerror or error}. The previous file, if any, is unchanged; expected a "
+            "folder that exists, is writable, and has room."
         ) from error
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file whole, in place of the one that is there, if any."""
+    """Write a file atomically, replacing the one that is there, if any."""
     with replacing(path) as descriptor:
         write_all(descriptor, data)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """`os.write` until everything is written, because it may take a part only."""
+    """`os.write` until everything is written, because one call may write only a part."""
     rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
 
 
 def require_writable_folder(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that could not be written later, before hours are spent on what goes into it."""
+    """Refuse a file that could not be written later, before hours are spent on computing its content."""
     name = file_name(path)
     _require_replaceable(name)
     folder = Path(os.path.realpath(name)).parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise FileError(f"Cannot write {path}: expected a folder {folder} that exists and can be written to.")
+        raise FileError(f"Cannot write {path}: expected a folder {folder} that exists and is writable.")
 
 
 def _require_replaceable(name: str) -> None:
     """Refuse the name of something that is not a regular file."""
     try:
-        # Of the name as it was given: the system follows links that `realpath` cannot read (/dev/stdout to a pipe).
+        # The name as given: the system follows links that `realpath` cannot read (/dev/stdout to a pipe).
         mode = os.stat(name).st_mode
     except OSError:
-        return  # nothing is there, or nothing that can be reached: writing says what is wrong
+        return  # nothing is there, or it cannot be reached: writing will say what is wrong
     if stat.S_ISDIR(mode):
         raise FileError(f"Cannot write {name}: it is a folder; expected the name of a file.")
     if not stat.S_ISREG(mode):
         kind = _SPECIAL.get(stat.S_IFMT(mode), "special file")
         raise FileError(
-            f"Cannot write {name}: it is a {kind}, and a file would take its place; expected a new name or that of a "
-            "regular file. Write a file, and copy it there."
+            f"Cannot write {name}: it is a {kind}, which a file would replace; expected a new name or that of a "
+            "regular file. Write to a file, and copy that."
         )
 
 
@@ -124,7 +124,7 @@ def _create(target: Path) -> tuple[int, Path]:
         except FileExistsError:
             continue
         try:
-            # Between the two calls another writer may have taken it for left over and removed it.
+            # Between the two calls another writer may have mistaken it for a leftover and removed it.
             free = _locked(descriptor) is not False
             if free and os.path.samestat(os.fstat(descriptor), os.stat(temporary)):
                 return descriptor, temporary
@@ -141,7 +141,7 @@ def _remove_left_over(target: Path) -> None:
     for entry in os.scandir(target.parent):
         if entry.name.startswith(prefix) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
             try:
-                # For writing, because NFS locks nothing that is open for reading alone.
+                # For writing, because NFS does not lock files that are only open for reading.
                 descriptor = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK)
             except OSError:
                 continue
@@ -153,7 +153,7 @@ def _remove_left_over(target: Path) -> None:
 
 
 def _locked(descriptor: int) -> bool | None:
-    """Take the lock of a file; False where another writer holds it, None where there are no locks."""
+    """Take the lock of a file; False if another writer holds it, None if there are no locks."""
     if sys.platform == "win32":
         return None
     try:
@@ -177,8 +177,8 @@ def _synchronise_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise FileError(
-                f"A new file is in {folder}, but that could not be written to the disk: {error.strerror or error}. "
-                "Expected a disk that works; write the file again."
+                f"A new file is in {folder}, but could not be made durable on the disk: {error.strerror or error}. "
+                "Expected a working disk; write the file again."
             ) from error
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Conditions on tensors that do not make the device wait.
 
-Looking at a number on a GPU stops the program until everything before it is computed. So there the conditions of a
-whole pass are gathered and looked at once, at its end; on a CPU they are looked at as they come.
+Reading a number from a GPU stops the program until everything before it is computed. So there the conditions of a
+whole pass are collected and checked at its end; on a CPU they are checked at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from errbar.errors import ArgumentError
 
 
 def whole_number(value: object) -> int | None:
-    """An int from anything that is one (also NumPy's); None for what is not, a bool included."""
+    """An int from any whole number (also NumPy's); None for anything else, including a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -28,18 +28,18 @@ def whole_number(value: object) -> int | None:
 
 
 def stored_whole(value: object) -> int:
-    """A whole number of zero or more that was written to a state; a ValueError says that it was not."""
+    """A whole number of zero or more from a stored state; otherwise raises a ValueError."""
     number = whole_number(value)
     if number is None or number < 0:
-        raise ValueError(f"{str(value)[:60]!r} in place of a whole number of zero or more")
+        raise ValueError(f"{str(value)[:60]!r} instead of a whole number of zero or more")
     return number
 
 
 def stored_numbers(values: object, length: int) -> list[float]:
-    """So many finite numbers of zero or more that were written to a state; a ValueError says that they were not."""
+    """`length` finite numbers of zero or more from a stored state; otherwise raises a ValueError."""
     is_list = isinstance(values, (list, tuple)) and len(values) == length
     if not is_list or not all(type(value) in (int, float) and 0 <= value < math.inf for value in values):  # type: ignore[attr-defined]
-        raise ValueError(f"{str(values)[:60]!r} in place of {length} finite numbers of zero or more")
+        raise ValueError(f"{str(values)[:60]!r} instead of {length} finite numbers of zero or more")
     return [*values]  # type: ignore[misc]
 
 
@@ -58,13 +58,13 @@ class Checks:
 
     def finish(self) -> None:
         if self._pending:
-            failed = (~torch.stack([holds for holds, _ in self._pending])).nonzero()
-            if len(failed):
-                raise self._pending[int(failed[0])][1]()
+            failures = (~torch.stack([holds for holds, _ in self._pending])).nonzero()
+            if len(failures):
+                raise self._pending[int(failures[0])][1]()
             self._pending.clear()
 
 
 def require_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        listed = " or ".join(repr(option) for option in allowed)
-        raise ArgumentError(f"{name} is {value!r}; expected {listed}.")
+        choices = " or ".join(repr(option) for option in allowed)
+        raise ArgumentError(f"{name} is {value!r}; expected {choices}.")

@@ -5,10 +5,10 @@
     data      the arrays, one after the other, without gaps
 
 That is the safetensors format, and other software can read it. The metadata are `format`, `kind`, `errbar` and `torch`
-(versions), `description` (JSON) and `content`: the SHA-256 of the whole file with the digits of `content` themselves
-set to zero. So no bit of a file can change unnoticed. This is a guard against damage; whoever makes a file can also
-make its digest, and therefore nothing else in it is taken for granted: the header is parsed here, within limits, and
-memory is allocated only for data that the file has.
+(versions), `description` (JSON) and `content`: the SHA-256 of the whole file with the digits of `content` itself
+set to zero. So no bit of a file can change unnoticed. This protects against damage, not against forgery: anyone can
+compute a digest. Therefore nothing in a file is trusted: the header is parsed here, within limits, and memory is
+allocated only for data that the file has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What a file holds; `tensors` is empty where only the header was read."""
+    """The contents of a file; `tensors` is empty if only the header was read."""
 
     path: str
     size: int
@@ -64,24 +64,24 @@ class Contents:
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         """An array that must be there, with this shape and dtype."""
-        found = self.tensors.get(name)
-        if found is None or tuple(found.shape) != shape or found.dtype != dtype:
-            got = "no such array" if found is None else f"{found.dtype} {tuple(found.shape)}"
+        array = self.tensors.get(name)
+        if array is None or tuple(array.shape) != shape or array.dtype != dtype:
+            description = "no such array" if array is None else f"{array.dtype} {tuple(array.shape)}"
             raise DamagedFileError(
-                f"{self.path} has {got} where its description needs '{name}', {dtype} of shape {shape}."
+                f"{self.path} has {description} where its description needs '{name}', {dtype} of shape {shape}."
             )
-        return found
+        return array
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an array that may not be there: () then."""
-        found = self.tensors.get(name)
-        return () if found is None else tuple(found.shape)
+        """The shape of an array; () if it is missing."""
+        array = self.tensors.get(name)
+        return () if array is None else tuple(array.shape)
 
 
 def write(path: str | os.PathLike[str], kind: str, description: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file in place of the one that is there, if any; `FileError` with that one unharmed if it fails.
+    """Write a file, replacing the one that is there, if any; on failure `FileError`, with the old file intact.
 
-    What `read` would refuse is not written: NaN, infinity, and descriptions that are too long.
+    Refuses to write what `read` would refuse: NaN, infinity, and descriptions that are too long.
     """
     where = file_name(path)
     for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def write(path: str | os.PathLike[str], kind: str, description: dict[str, Any], 
 
 
 def _require_finite(tensor: Tensor, error: FileError) -> None:
-    # NaN passes through a minimum, and infinity is one: nothing of the size of the array is made.
+    # NaN propagates through minimum and maximum, and infinity is one of them: no array of this size is made.
     if tensor.numel() and not all(math.isfinite(float(value)) for value in torch.aminmax(tensor.detach())):
         raise error
 
@@ -141,19 +141,19 @@ def _header(where: str, kind: str, description: dict[str, Any], tensors: Mapping
 
 
 def read(path: str | os.PathLike[str], *, header_only: bool = False) -> Contents:
-    """Read and check a file: everything, or its header alone, whose own content then stays unchecked."""
+    """Read and check a whole file, or read its header alone, without checking the digest."""
     where = file_name(path)
     try:
-        # A pipe would be waited for.
+        # Reading a pipe would wait.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FileError(f"Cannot read {where}: it is no file; expected one that errbar has written.")
+            raise FileError(f"Cannot read {where}: it is not a file; expected one written by errbar.")
         with open(path, "rb", buffering=0) as file:
             return _read(file, where, header_only)
     except FileError:
         raise
     except OSError as error:
         raise FileError(
-            f"Cannot read {where}: {error.strerror or error}. Expected a file that errbar has written."
+            f"Cannot read {where}: {error.strerror or error}. Expected a file written by errbar."
         ) from error
 
 
@@ -163,7 +163,7 @@ def _read(file: Any, where: str, header_only: bool) -> Contents:
     length = int.from_bytes(first, "little")
     if size < 8 or length > min(size - 8, _HEADER_LIMIT):
         raise DamagedFileError(
-            f"{where} is no errbar file, or is cut off: of {size:,} bytes its header would take {length:,}."
+            f"{where} is not an errbar file, or is truncated: of its {size:,} bytes the header would take {length:,}."
         )
     text = _exactly(file, length, where)
     header = Fields.parsed(text, where)
@@ -179,21 +179,21 @@ def _read(file: Any, where: str, header_only: bool) -> Contents:
             what=f"Reading {where}",
             instead="Read it on a machine with more memory.",
         )
-        found = hashlib.sha256(first + text.replace(digest.encode(), _ZEROS.encode(), 1))
+        content_digest = hashlib.sha256(first + text.replace(digest.encode(), _ZEROS.encode(), 1))
         for name, entry in entries.items():
             tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
             data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
             _fill(file, data, where)
-            found.update(data)
-        if found.hexdigest() != digest:
+            content_digest.update(data)
+        if content_digest.hexdigest() != digest:
             raise DamagedFileError(
-                f"{where} is damaged: its content does not have the SHA-256 that was written with it. Take a copy that "
-                "is whole, or fit again."
+                f"{where} is damaged: its content does not have the SHA-256 that was written with it. Use an intact "
+                "copy, or fit again."
             )
         for name, tensor in tensors.items():
             sentence = f"{where} holds NaN or infinite values in {name!a}; expected finite numbers."
             _require_finite(tensor, DamagedFileError(sentence))
-    # The description is JSON inside of JSON, because metadata of safetensors are plain text.
+    # The description is JSON inside JSON, because safetensors metadata are plain text.
     description = Fields.parsed(metadata.text("description"), where)
     return Contents(where, size, kind, versions, digest, description, tensors)
 
@@ -202,24 +202,24 @@ def _versions(metadata: Fields) -> tuple[int, str, str]:
     """The versions of the format, of errbar and of torch; a newer format is refused by name."""
     if "format" not in metadata or "description" not in metadata:
         raise DamagedFileError(
-            f"{metadata.where} is a safetensors file, but not one of errbar; expected what Posterior.save or "
-            "Information.save wrote."
+            f"{metadata.where} is a safetensors file, but not one of errbar; expected one written by Posterior.save or "
+            "Information.save."
         )
     text = metadata.text("format")
     if not (text.isascii() and text.isdecimal() and len(text) <= 6 and int(text) >= 1):
         raise DamagedFileError(f"{metadata.where} has the format {text[:60]!a}; expected a number.")
-    number, made_by = int(text), metadata.text("errbar")
+    number, errbar_version = int(text), metadata.text("errbar")
     if number > FORMAT:
         raise FileError(
-            f"{metadata.where} has format {number}, written by errbar {made_by[:60]}; errbar {__version__} reads "
-            f"formats up to {FORMAT}. Install a newer errbar."
+            f"{metadata.where} has format {number}, written by errbar {errbar_version[:60]}; errbar {__version__} "
+            f"reads formats up to {FORMAT}. Install a newer errbar."
         )
-    return number, made_by, metadata.text("torch")
+    return number, errbar_version, metadata.text("torch")
 
 
 def _entries(header: Fields, available: int) -> dict[str, Entry]:
-    """The arrays in the order of the data, which they must fill without gaps, overlaps or anything left over."""
-    found: dict[str, Entry] = {}
+    """The arrays in the order of the data, which they must fill without gaps, overlaps or remainder."""
+    entries: dict[str, Entry] = {}
     end = 0
     for name in header.names():
         if name == "__metadata__":
@@ -227,18 +227,18 @@ def _entries(header: Fields, available: int) -> dict[str, Entry]:
         part = header.part(name)
         dtype, shape = _DTYPES[part.choice("dtype", tuple(_DTYPES))], part.wholes("shape")
         start, stop = part.wholes("data_offsets", 2)
-        # Dimensions beside a zero take no bytes, and must not overflow either.
-        possible = len(shape) <= 3 and math.prod(max(1, size) for size in shape) <= 2**50
-        if not possible or start != end or stop - start != math.prod(shape) * dtype.itemsize:
+        # Dimensions next to a zero take no bytes, but must not overflow either.
+        is_plausible = len(shape) <= 3 and math.prod(max(1, size) for size in shape) <= 2**50
+        if not is_plausible or start != end or stop - start != math.prod(shape) * dtype.itemsize:
             raise DamagedFileError(f"{header.where} has array {name[:60]!a} in a place that does not fit its shape.")
-        found[name] = Entry(dtype, shape, start, stop)
+        entries[name] = Entry(dtype, shape, start, stop)
         end = stop
     if end != available:
         raise DamagedFileError(
-            f"{header.where} is cut off or has something appended: its arrays take {end:,} bytes, the file has "
+            f"{header.where} is truncated or has something appended: its arrays take {end:,} bytes, the file has "
             f"{available:,}."
         )
-    return found
+    return entries
 
 
 def _exactly(file: Any, count: int, where: str) -> bytes:
@@ -251,5 +251,5 @@ def _fill(file: Any, data: memoryview, where: str) -> None:
     while len(data):
         count = file.readinto(data)
         if not count:
-            raise DamagedFileError(f"{where} became shorter while it was read.")
+            raise DamagedFileError(f"{where} became shorter while being read.")
         data = data[count:]

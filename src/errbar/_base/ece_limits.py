@@ -108,8 +108,10 @@ class _Bins:
         tight = torch.minimum(self.confidence, 1 - self.confidence) < _ROOM * self.error
         roomy = torch.where(self.confidence > 0.5, -1.0, 1.0).double()
         other = torch.where(tight | (self.size < _KEPT), roomy, sign)
-        seen = (sign, torch.zeros_like(tight))
-        return [seen] if torch.equal(other, sign) and not bool(tight.any()) else [seen, (other, tight)]
+        observed_signs = (sign, torch.zeros_like(tight))
+        return (
+            [observed_signs] if torch.equal(other, sign) and not bool(tight.any()) else [observed_signs, (other, tight)]
+        )
 
     def gaps(self, size: Float[Tensor, "J"], sign: Float[Tensor, "J"]) -> Float[Tensor, "J"]:
         """|gap| of so many standard errors, no larger than accuracies between 0 and 1 allow."""
@@ -165,10 +167,10 @@ class _Draws:
         index = torch.searchsorted(cumulative / cumulative[:, -1:], self.uniform)
         return torch.minimum(first + index, count) / count - confidence
 
-    def beyond(self, values: Float[Tensor, "R"], seen: float) -> float:
+    def beyond(self, values: Float[Tensor, "R"], estimate: float) -> float:
         """The share of the draws above what was seen; equal ones count half."""
-        equal = (values - seen).abs() <= _EQUAL
-        return float(((values > seen) & ~equal).double().mean() + equal.double().mean() / 2)
+        equal = (values - estimate).abs() <= _EQUAL
+        return float(((values > estimate) & ~equal).double().mean() + equal.double().mean() / 2)
 
 
 def _multinomial(count: Float[Tensor, "J"], resamples: int, generator: torch.Generator) -> Float[Tensor, "J R"]:
@@ -184,7 +186,7 @@ def _multinomial(count: Float[Tensor, "J"], resamples: int, generator: torch.Gen
 
 def _lower(bins: _Bins, draws: _Draws, alpha: float) -> float:
     sign, size = bins.sign, bins.size
-    seen = float((bins.weight * bins.gap.abs()).sum())
+    observation = float((bins.weight * bins.gap.abs()).sum())
     rank = size.argsort(descending=True, stable=True).argsort().double()
 
     def first(number: float) -> Float[Tensor, "J"]:
@@ -192,9 +194,9 @@ def _lower(bins: _Bins, draws: _Draws, alpha: float) -> float:
         return size * (number - rank).clamp(0, 1)
 
     def surprising(number: float) -> bool:
-        kept = first(number)
-        values = (draws.weight * draws.gaps(kept, sign).abs()).sum(0)
-        return draws.beyond(values, seen) < bins.tail(kept, alpha, _LOWER)
+        gaps = first(number)
+        values = (draws.weight * draws.gaps(gaps, sign).abs()).sum(0)
+        return draws.beyond(values, observation) < bins.tail(gaps, alpha, _LOWER)
 
     if not surprising(0.0):
         return 0.0
@@ -202,23 +204,25 @@ def _lower(bins: _Bins, draws: _Draws, alpha: float) -> float:
 
 
 def _upper(bins: _Bins, draws: _Draws, alpha: float, sign: Float[Tensor, "J"], by_sign: Bool[Tensor, "J"]) -> float:
-    kept = torch.where((bins.size > _KEPT) & (bins.sign == sign), bins.size, 0.0)
+    clear_gaps = torch.where((bins.size > _KEPT) & (bins.sign == sign), bins.size, 0.0)
 
     def spread(level: float) -> Float[Tensor, "J"]:
-        return kept.clamp_min(level)
+        return clear_gaps.clamp_min(level)
 
-    without = draws.gaps(kept, sign)
+    without = draws.gaps(clear_gaps, sign)
 
     def expected(level: float) -> bool:
-        counts = torch.where(kept > level, math.erf(level / math.sqrt(2)), 1.0)[:, None]
+        counts = torch.where(clear_gaps > level, math.erf(level / math.sqrt(2)), 1.0)[:, None]
 
         def estimate(weight: Float[Tensor, "J R"], gap: Float[Tensor, "J R"]) -> Float[Tensor, "R"]:
             return (counts * weight * torch.where(by_sign[:, None], sign[:, None] * gap, gap.abs())).sum(0)
 
-        seen = float(estimate(bins.weight[:, None], bins.gap[:, None]))
-        seen = max(seen, float(estimate(draws.weight, without).quantile(_LUCK)))
+        observation = float(estimate(bins.weight[:, None], bins.gap[:, None]))
+        observation = max(observation, float(estimate(draws.weight, without).quantile(_LUCK)))
         gaps = spread(level)
-        return 1 - draws.beyond(estimate(draws.weight, draws.gaps(gaps, sign)), seen) >= bins.tail(gaps, alpha, _UPPER)
+        return 1 - draws.beyond(estimate(draws.weight, draws.gaps(gaps, sign)), observation) >= bins.tail(
+            gaps, alpha, _UPPER
+        )
 
     low, high = 0.0, 3.0
     # No accuracy is further than one from its confidence: from there on a larger level is the same spread.

@@ -1,6 +1,6 @@
-"""The description inside a file, read with nothing taken for granted: each field has its type and range checked.
+"""The description inside a file, which is not trusted: the type and range of each field are checked.
 
-A file may come from anywhere. What is not as it should be is a `DamagedFileError` that names the field.
+A file may come from anywhere. Anything unexpected raises a `DamagedFileError` that names the field.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from errbar.errors import DamagedFileError
 
-# So many values are parsed at most: an empty list takes two bytes of a file and sixty of memory.
+# The most values to parse: an empty list takes two bytes of a file and sixty of memory.
 MOST_VALUES = 500_000
-# Above any count that a file can be about, below what integers of a tensor library hold.
+# Above any count in a file, below the limit of integers of a tensor library.
 _LARGEST = 2**62
-# Any number that was written is finite, and can be read.
+# All numbers written are finite, so this range includes them.
 _MOST = sys.float_info.max
 
 
@@ -34,7 +34,7 @@ class Fields:
     def parsed(text: str | bytes, where: str) -> Fields:
         """From JSON without NaN, without infinity, with each name once, and of bounded size in memory."""
         if count_values(text) > MOST_VALUES:
-            raise DamagedFileError(f"{where} holds a description of over {MOST_VALUES:,} values; nobody needs so many.")
+            raise DamagedFileError(f"{where} holds a description of over {MOST_VALUES:,} values; expected fewer.")
         try:
             return Fields(json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant), where)
         except (ValueError, RecursionError) as error:
@@ -42,8 +42,8 @@ class Fields:
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
         value = repr(self._values.get(name))
-        shown = value if len(value) <= 60 else f"{value[:60]}…"
-        raise DamagedFileError(f"{self.where} says {name} = {ascii(shown)[1:-1]}; expected {expected}.")
+        excerpt = value if len(value) <= 60 else f"{value[:60]}…"
+        raise DamagedFileError(f"{self.where} says {name} = {ascii(excerpt)[1:-1]}; expected {expected}.")
 
     def __contains__(self, name: str) -> bool:
         """Whether the field is there, and is not null."""
@@ -105,8 +105,8 @@ class Fields:
 
     def wholes(self, name: str, length: int | None = None) -> tuple[int, ...]:
         value = self._values.get(name)
-        wanted = isinstance(value, list) and (length is None or len(value) == length)
-        if not wanted or not all(type(item) is int and 0 <= item <= _LARGEST for item in value):  # type: ignore[union-attr]
+        is_list = isinstance(value, list) and (length is None or len(value) == length)
+        if not is_list or not all(type(item) is int and 0 <= item <= _LARGEST for item in value):  # type: ignore[union-attr]
             self._refuse(name, "a list of whole numbers of zero or more")
         return tuple(value)  # type: ignore[arg-type]
 
@@ -118,18 +118,18 @@ class Fields:
 
 
 def count_values(text: str | bytes) -> int:
-    """At least as many as there are values in a JSON text: each of them follows one of these characters."""
+    """An upper bound of the number of values in a JSON text: each of them follows one of these characters."""
     if isinstance(text, bytes):
         return sum(text.count(character) for character in (b",", b"[", b"{", b":"))
     return sum(text.count(character) for character in (",", "[", "{", ":"))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return fields
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

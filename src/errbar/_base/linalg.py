@@ -19,23 +19,23 @@ from errbar.errors import CovarianceError, SingularCovarianceError
 # Jitter is tried in steps of a hundred, as a share of the mean diagonal, from the rounding of float64 upwards.
 _FIRST_JITTER = 1e-14
 _MIRRORED_ROWS = 512
-# Numbers that are cast at a time where a float32 product is added to a float64 sum.
+# Numbers cast at a time when a float32 product is added to a float64 sum.
 _ADDED_NUMBERS = 2**20
 # Vectors and steps of a subspace iteration: enough to tell an eigenvalue that is 5 % above all others.
 _SUBSPACE, _SUBSPACE_STEPS = 8, 8
-# Matrices of a batch that are looked at together.
+# Matrices of a batch that are processed together.
 _SHARED_MATRICES = 64
-# Columns of a root, as a multiple of its rows, that are gathered before they are made fewer.
+# Columns of a root, as a multiple of its rows, that are collected before they are reduced.
 _GATHERED_WIDTHS = 4
 
 
 def largest_jitter(dtype: torch.dtype) -> float:
-    """How much jitter can be put down to rounding in matrices that were computed in `dtype`."""
+    """The most jitter that rounding can explain in matrices computed in `dtype`."""
     return 1e-9 if dtype == torch.float64 else 1e-4
 
 
 def jitters(limit: float) -> list[float]:
-    """The shares of the mean diagonal that are tried, the smallest first."""
+    """The shares of the mean diagonal to try, the smallest first."""
     shares, jitter = [], _FIRST_JITTER
     while jitter <= limit * 1.0001:
         shares.append(jitter)
@@ -73,31 +73,31 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
 
     Jitter is a share of the mean diagonal of the matrix it is added to. Matrices that factorise as they are get
     none; an all-zero matrix (a certain quantity) has the factor zero. Beyond `limit` the matrix is not positive
-    semi-definite up to rounding, and that is an error, never patched.
+    semi-definite up to rounding, which is an error and never patched.
     """
     matrix = matrix.double()
-    lower, failed = torch.linalg.cholesky_ex(matrix)
-    if not bool(failed.any()):
+    lower, failures = torch.linalg.cholesky_ex(matrix)
+    if not bool(failures.any()):
         return lower, 0.0
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = diagonal.mean(-1)
     # Entries that are exactly zero everywhere stay exactly zero.
     zero = (matrix == 0).flatten(-2).all(-1)
     lower = torch.where(zero[..., None, None], torch.zeros_like(lower), lower)
-    failed = failed.bool() & ~zero
-    used = 0.0
+    failures = failures.bool() & ~zero
+    largest = 0.0
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for jitter in jitters(limit):
-        if not bool(failed.any()):
+        if not bool(failures.any()):
             break
-        shifted = matrix + (jitter * scale)[..., None, None] * identity
-        attempt, still = torch.linalg.cholesky_ex(shifted)
-        solved = failed & ~still.bool()
-        lower = torch.where(solved[..., None, None], attempt, lower)
-        if bool(solved.any()):
-            used = jitter
-        failed = failed & still.bool()
-    if bool(failed.any()):
+        trial = matrix + (jitter * scale)[..., None, None] * identity
+        attempt, still = torch.linalg.cholesky_ex(trial)
+        successes = failures & ~still.bool()
+        lower = torch.where(successes[..., None, None], attempt, lower)
+        if bool(successes.any()):
+            largest = jitter
+        failures = failures & still.bool()
+    if bool(failures.any()):
         raise CovarianceError(
             f"{name} is not positive semi-definite: adding {limit:.0e} of its mean diagonal still does not "
             "make it so. Expected a covariance or precision matrix with eigenvalues of zero or more; check "
@@ -105,7 +105,7 @@ def safe_cholesky(matrix: Float[Tensor, "*B n n"], *, name: str, limit: float) -
             "information, or compute with precision='float64'.",
             arguments={"precision": "float64"},
         )
-    return lower, used
+    return lower, largest
 
 
 def add_in_place(total: Float[Tensor, "m k"], product: Float[Tensor, "m k"]) -> None:
@@ -118,18 +118,18 @@ def add_in_place(total: Float[Tensor, "m k"], product: Float[Tensor, "m k"]) -> 
 def cholesky_in_place(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"] | None:
     """The lower Cholesky factors in the memory of symmetric float64 matrices; None where one is not positive definite.
 
-    The matrices are gone either way. They must lie column by column, as LAPACK has them: `matrix.mT` is contiguous.
+    The matrices are overwritten either way. They must be stored by columns, as in LAPACK: `matrix.mT` is contiguous.
     """
-    failed = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(matrix, out=(matrix, failed))
-    return None if bool(failed.any()) else matrix
+    failures = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(matrix, out=(matrix, failures))
+    return None if bool(failures.any()) else matrix
 
 
 def is_positive_semidefinite(matrix: Float[Tensor, "*B n n"], *, tolerance: float) -> bool:
     """Whether all eigenvalues are above −tolerance, by one factorisation of matrix + tolerance · identity."""
-    shifted = matrix.double().clone()
-    shifted.diagonal(dim1=-2, dim2=-1).add_(max(tolerance, torch.finfo(torch.float64).tiny))
-    return not bool(torch.linalg.cholesky_ex(shifted)[1].any())
+    shift_sum = matrix.double().clone()
+    shift_sum.diagonal(dim1=-2, dim2=-1).add_(max(tolerance, torch.finfo(torch.float64).tiny))
+    return not bool(torch.linalg.cholesky_ex(shift_sum)[1].any())
 
 
 def require_covariance(matrix: Float[Tensor, "*B n n"], *, name: str) -> None:
@@ -169,7 +169,7 @@ def _helmert(classes: int) -> Tensor:
 def contrast_basis(classes: int, device: torch.device) -> Float[Tensor, "M M-1"]:
     """E with EᵀE = I and E Eᵀ = I − 11ᵀ/M, in float64.
 
-    Softmax ignores a common shift of the logits, so only Eᵀg means anything.
+    Softmax ignores a common shift of the logits, so only Eᵀg matters.
     """
     return _helmert(classes).to(device)
 
@@ -191,7 +191,7 @@ def inverse(
 ) -> Float[Tensor, "*B n n"]:
     """The inverse of positive definite matrices, in float64; `SingularCovarianceError` when one is singular.
 
-    Singular means an eigenvalue at or below n · eps of the largest: what is left of it is rounding.
+    Singular means an eigenvalue at or below n · eps of the largest, which is mere rounding.
     """
     covariance = covariance.double()
     eigenvalues, vectors = torch.linalg.eigh(symmetric(covariance))
@@ -244,13 +244,13 @@ def root_of_sum(halves: Iterable[Float[Tensor, "s _"]]) -> Float[Tensor, "s k"]:
     each transformation costs as much as a part of s columns.
     """
     root: Tensor | None = None
-    waiting: list[Tensor] = []
+    parts: list[Tensor] = []
     for half in halves:
-        waiting.append(half)
-        if sum(part.shape[1] for part in waiting) >= _GATHERED_WIDTHS * len(half):
-            root = _narrowed(root, waiting)
-            waiting = []
-    return _narrowed(root, waiting)
+        parts.append(half)
+        if sum(part.shape[1] for part in parts) >= _GATHERED_WIDTHS * len(half):
+            root = _narrowed(root, parts)
+            parts = []
+    return _narrowed(root, parts)
 
 
 def _narrowed(root: Float[Tensor, "s k"] | None, more: list[Float[Tensor, "s _"]]) -> Float[Tensor, "s k"]:
@@ -303,8 +303,8 @@ def negative_share(lower: Float[Tensor, "*B n n"], prior: Float[Tensor, "*B n"])
     """How far the least eigenvalue of I is below zero, as a share of the prior, where lower lowerᵀ = I + diag λ.
 
     That is 1 − 1/r, r the largest eigenvalue of diag √λ (I + diag λ)⁻¹ diag √λ: a variance over that of the prior,
-    which no data can make more than one. By subspace iteration, which costs little beside the factorisation and finds
-    at most what there is; 0 where no eigenvalue is below zero.
+    which data can never raise above one. By subspace iteration, which costs little compared with the factorisation and
+    never overestimates; 0 if no eigenvalue is below zero.
     """
     if lower.ndim == 3 and len(lower) > _SHARED_MATRICES:
         # Solving copies its matrices: a few at a time.

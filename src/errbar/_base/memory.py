@@ -1,4 +1,4 @@
-"""How much memory there is, and a refusal in words before an allocation that cannot succeed."""
+"""How much memory is available, and a clear refusal before an allocation that cannot succeed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from errbar.errors import SizeError
 
-# The rest is for what else the process does while the large arrays are alive.
+# The rest is for everything else that the process does while the large arrays are alive.
 _SAFETY = 0.9
 
 
@@ -38,7 +38,7 @@ def _system_bytes() -> int:
 
 
 def _container_bytes() -> list[int]:
-    """What a control group (version 2) still allows; nothing where there is none."""
+    """What a control group (version 2) still allows; empty if there is none."""
     root = Path("/sys/fs/cgroup")
     try:
         limit, used = (root / "memory.max").read_text().strip(), (root / "memory.current").read_text()
@@ -61,7 +61,7 @@ def readable(size: float) -> str:
 
 
 def require_memory(needed: int, device: torch.device, *, what: str, instead: str) -> None:
-    """Raise `SizeError` when `needed` bytes are not there; nothing is allocated either way."""
+    """Raise `SizeError` if `needed` bytes are not available; nothing is allocated either way."""
     available = available_bytes(device)
     if needed > usable_bytes(device):
         raise SizeError(

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Value, gradient, and a positive semi-definite matrix that is like the Hessian near the optimum.
+# Value, gradient, and a positive semi-definite matrix that approximates the Hessian near the optimum.
 Slopes = tuple[float, Float[Tensor, "d"], Float[Tensor, "d d"]]
 
 
@@ -17,15 +17,15 @@ def pattern_search(
 ) -> tuple[float, Tensor]:
     """Step along each axis and diagonal while it helps, then halve the step. The least value and where it is.
 
-    `rounds` limits the time: along a valley that steps do not follow, there is always a little to gain.
+    `rounds` limits the time: along a valley that the steps do not follow, there is always a little to gain.
     """
-    seen: dict[tuple[float, ...], float] = {}
+    cache: dict[tuple[float, ...], float] = {}
 
     def at(trial: Tensor) -> float:
         key = tuple(round(coordinate, 9) for coordinate in trial.tolist())
-        if key not in seen:
-            seen[key] = value(trial)
-        return seen[key]
+        if key not in cache:
+            cache[key] = value(trial)
+        return cache[key]
 
     best, step = at(point), 0.25
     axes = list(torch.eye(len(point), dtype=torch.float64))
@@ -62,16 +62,16 @@ def quasi_newton(
         direction = -(inverse_curvature @ (gradient * free)) * free
         if float(gradient @ direction) >= 0:
             direction = -gradient * free
-        # At most a factor of e a step: the quadratic model is worth nothing further away.
+        # At most a factor of e per step: the quadratic model is useless further away.
         direction = direction * min(1.0, 1.0 / max(float(direction.abs().max()), 1e-300))
         step = 1.0
-        moved = False
-        while step > 1e-3 and not moved:
+        is_better = False
+        while step > 1e-3 and not is_better:
             trial = torch.clamp(point + step * direction, lower, upper)
             trial_value, trial_gradient, _ = slopes(trial)
-            moved = trial_value < value - 1e-4 * step * abs(float(gradient @ direction))
+            is_better = trial_value < value - 1e-4 * step * abs(float(gradient @ direction))
             step /= 2
-        if not moved:
+        if not is_better:
             break
         change, slope_change = trial - point, trial_gradient - gradient
         gain = value - trial_value
@@ -86,7 +86,7 @@ def quasi_newton(
 
 
 def turning_point(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-5) -> float:
-    """The end of the stretch from `low` on over which this does not hold."""
+    """Where `holds` turns from false to true between `low` and `high`, to `within`."""
     if holds(low):
         return low
     if not holds(high):

@@ -1,7 +1,7 @@
-"""Progress with time left, for whatever takes longer than a second.
+"""Progress with the time left, for anything that takes longer than a second.
 
-The only place of the package that writes to a terminal while it computes: one line on standard error, rewritten. In a
-notebook it is rewritten too; in a file, which would fill, a new line follows now and then.
+The only part of the package that writes to a terminal while it computes: one line on standard error, rewritten in
+terminals and notebooks; in a file, which would fill, a new line follows now and then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILE = _Manner("", False, 10.0, 10.0)
 
 
 def track(items: Iterable[Item], description: str, *, total: int | None = None, enabled: bool = True) -> Iterator[Item]:
-    """Yield `items` unchanged; show `description`, how far, and how long still, when it takes over a second.
+    """Yield `items` unchanged; show `description`, the progress and the time left if it takes over a second.
 
     >>> list(track([1, 2, 3], "Counting", enabled=False))
     [1, 2, 3]
@@ -44,8 +44,8 @@ def track(items: Iterable[Item], description: str, *, total: int | None = None, 
         total = len(items)
     line = _Line(description, total)
     try:
-        for done, item in enumerate(items):
-            line.show(done)
+        for count, item in enumerate(items):
+            line.show(count)
             yield item
         line.finish()
     finally:
@@ -53,7 +53,7 @@ def track(items: Iterable[Item], description: str, *, total: int | None = None, 
 
 
 class _Line:
-    """One status line on standard error, as seldom as its manner asks for."""
+    """One status line on standard error, at most as often as its manner says."""
 
     def __init__(self, description: str, total: int | None) -> None:
         self.description = description
@@ -86,18 +86,18 @@ class _Line:
         if not self.total:
             return f"{self.description}: {self.done} done, {_clock(elapsed)} so far"
         share = min(self.done / self.total, 1.0)
-        filled = round(24 * share)
-        bar = "━" * filled + "─" * (24 - filled)
-        left = _clock(elapsed * (1 - share) / share) if share > 0 else "?"
-        return f"{self.description} {bar} {share:4.0%}  {left} left"
+        full_cells = round(24 * share)
+        bar = "━" * full_cells + "─" * (24 - full_cells)
+        time_left = _clock(elapsed * (1 - share) / share) if share > 0 else "?"
+        return f"{self.description} {bar} {share:4.0%}  {time_left} left"
 
     def _write(self, text: str, *, end: str) -> None:
         if sys.stderr is None:
             return
         # Spaces cover what is left of a longer line where it cannot be erased.
-        covering = text.ljust(self.width) if self.manner is _NOTEBOOK else text
+        line = text.ljust(self.width) if self.manner is _NOTEBOOK else text
         self.width = max(len(text), 1)
-        sys.stderr.write(f"{self.manner.before}{covering}{end}")
+        sys.stderr.write(f"{self.manner.before}{line}{end}")
         sys.stderr.flush()
 
 

@@ -1,7 +1,7 @@
-"""Matrices as arrays of a file, and back: triangles of symmetric ones, in the memory layout that they had.
+"""Matrices as arrays of a file, and back: triangles of symmetric ones, with their memory layout.
 
-Products of a matrix and of its transposed copy may round differently, and a loaded posterior shall predict what the
-saved one did to the last bit.
+Products of a matrix and of its transposed copy may round differently, and a loaded posterior must predict the same as
+the saved one to the last bit.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def triangle_array(lower: Float[Tensor, "*B n n"], *, by_columns: bool = False) 
 
 def from_triangle(flat: Float[Tensor, "*B k"], n: int, *, by_columns: bool = False) -> Float[Tensor, "*B n n"]:
     """Lower triangular matrices, in the memory layout that they had: the inverse of `triangle_array`."""
-    made = flat.new_zeros(*flat.shape[:-1], n, n)
-    _fill(made, flat, by_columns)
-    return made.mT if by_columns else made
+    matrix = flat.new_zeros(*flat.shape[:-1], n, n)
+    _fill(matrix, flat, by_columns)
+    return matrix.mT if by_columns else matrix
 
 
 def read_symmetric(contents: Contents, name: str, n: int, *, by_columns: bool = False) -> Float[Tensor, "n n"]:
@@ -78,10 +78,10 @@ def _stretches(n: int, by_columns: bool) -> Iterator[tuple[int, int]]:
         yield (index, n) if by_columns else (0, index + 1)
 
 
-def _fill(made: Float[Tensor, "*B n n"], flat: Float[Tensor, "*B k"], by_columns: bool) -> None:
+def _fill(matrix: Float[Tensor, "*B n n"], flat: Float[Tensor, "*B k"], by_columns: bool) -> None:
     start = 0
-    for index, (first, last) in enumerate(_stretches(made.shape[-1], by_columns)):
-        made[..., index, first:last] = flat[..., start : start + last - first]
+    for index, (first, last) in enumerate(_stretches(matrix.shape[-1], by_columns)):
+        matrix[..., index, first:last] = flat[..., start : start + last - first]
         start += last - first
 
 

@@ -4,7 +4,7 @@ No automatic differentiation is left in an exported graph, so V = ∂g/∂a of e
 logits backwards every operation has one input, and a rule:
     linear layer, a = W h + b      V ← V W
     activation, a = φ(z)           V ← V diag φ′(z)
-What comes before the first selected layer may be anything that `torch.export` takes.
+Before the first selected layer, anything that `torch.export` supports is allowed.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ChainedNetwork(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Float[Tensor, "B c"], list[Tensor]]:
         """The network's output as it is, and the values."""
-        given, state = iter(inputs), iter(self.buffers(recurse=False))
-        output, *values = self.graph(*(next(state) if place < 0 else next(given) for place in self.places))
+        rest, state = iter(inputs), iter(self.buffers(recurse=False))
+        output, *values = self.graph(*(next(state) if place < 0 else next(rest) for place in self.places))
         return output, values
 
     def terms(
@@ -96,7 +96,7 @@ class ChainedNetwork(nn.Module):
     ) -> list[LayerTerm]:
         """The terms of the selected layers, the last first; V begins as `start`, None for the identity."""
         outer: Tensor | None = start
-        found = []
+        terms = []
         for step in self.steps:
             inputs = values[step.inputs].to(dtype)
             if isinstance(step, Elementwise):
@@ -105,10 +105,10 @@ class ChainedNetwork(nn.Module):
                 outer = (identity if outer is None else outer) * slope[:, None, :]
                 continue
             if step.layer is not None:
-                found.append(LayerTerm(step.layer, step.layer.augmented(inputs), outer))
+                terms.append(LayerTerm(step.layer, step.layer.augmented(inputs), outer))
             weight = values[step.weight].to(dtype)
             outer = weight if outer is None else outer @ weight
-        return found
+        return terms
 
 
 class _Output(nn.Module):
@@ -120,8 +120,8 @@ class _Output(nn.Module):
         self.output = output
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "B c"]:
-        found = picked(self.module(*args, **kwargs), self.output)
-        logits: Tensor = getattr(found, "logits", found)
+        output = picked(self.module(*args, **kwargs), self.output)
+        logits: Tensor = getattr(output, "logits", output)
         return logits
 
 
@@ -133,14 +133,14 @@ def named_inputs(batch: Batch) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Two rows to make a graph with, and the names of the inputs that run over the rows; others stay as they are."""
+    """Two rows to make a graph with, and the names of the inputs that have one entry per row; others are constant."""
 
     batch: Batch
     free: frozenset[str]
 
     @staticmethod
     def of(batch: Batch) -> Sample:
-        """Two rows, because a batch of one would fix the size; and zeros, because a file keeps what made it."""
+        """Two rows, because a batch of one would fix the size; and zeros, because the file keeps its example."""
         size = len(batch)
         free = (name for name, t in named_inputs(batch).items() if t.ndim > 0 and t.shape[0] == size)
         two = batch.map(lambda t: t.new_zeros(2, *t.shape[1:]) if t.ndim > 0 and t.shape[0] == size else t)
@@ -178,7 +178,7 @@ def chained(network: Network, layers: Sequence[LinearLayer], sample: Sample) -> 
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise ExportError(
-            "The model changes its buffers or its inputs when it runs; expected one that changes nothing."
+            "The model changes its buffers or its inputs when it runs; expected one that leaves them unchanged."
         )
     names = {f"{layer.name}.weight" if layer.name else "weight": layer for layer in layers}
     weights = {
@@ -187,18 +187,18 @@ def chained(network: Network, layers: Sequence[LinearLayer], sample: Sample) -> 
     }
     output = program.graph.output_node()
     (logits,) = output.args[0]
-    steps, wanted = _way_back(logits, weights, list(layers))
-    output.args = ((logits, *wanted),)
+    steps, values = _way_back(logits, weights, list(layers))
+    output.args = ((logits, *values),)
     program.graph_module.recompile()
     state, places = [], []
     for spec in signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
             places.append(0)
             continue
-        held = program.state_dict if spec.target in program.state_dict else program.constants
-        value = held.get(spec.target or "")
+        source = program.state_dict if spec.target in program.state_dict else program.constants
+        value = source.get(spec.target or "")
         if not isinstance(value, Tensor):
-            raise ExportError(f"The model holds '{spec.target}', which is no tensor and cannot be exported.")
+            raise ExportError(f"The model holds '{spec.target}', which is not a tensor and cannot be exported.")
         state.append(value.detach())
         places.append(-1)
     return ChainedNetwork(program.graph_module, state, places, steps, int(logits.meta["val"].shape[1]))
@@ -214,10 +214,10 @@ def _way_back(
 ) -> tuple[list[Step], list[Node]]:
     """The steps from the logits to the first selected layer, and the values that they need."""
     steps: list[Step] = []
-    wanted: dict[Node, int] = {}
+    places: dict[Node, int] = {}
 
-    def value(needed: Node) -> int:
-        return wanted.setdefault(needed, len(wanted))
+    def value(value_node: Node) -> int:
+        return places.setdefault(value_node, len(places))
 
     while missing:
         source = node.args[0] if node.op == "call_function" and node.args else None
@@ -238,7 +238,7 @@ def _way_back(
                 raise _refused(node, missing)
             steps.append(Elementwise(value(source), slope))
         node = source
-    return steps, list(wanted)
+    return steps, list(places)
 
 
 def _dimensions(node: Node) -> int | None:
@@ -265,8 +265,14 @@ def _changes_nothing(node: Node, source: Node) -> bool:
         return len(before) == 2 and bool(before[1] == after[1])
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return isinstance(node.args[1], (int, float))
-    kept = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.detach_.default)
-    return node.target in kept
+    copies = (
+        aten.alias.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.detach.default,
+        aten.detach_.default,
+    )
+    return node.target in copies
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:
@@ -274,7 +280,7 @@ def _argument(node: Node, place: int, name: str, default: Any) -> Any:
 
 
 def _slope(node: Node) -> Slope | None:
-    """φ′ of an elementwise operation; None for one that has no rule."""
+    """φ′ of an elementwise operation; None if there is no rule for it."""
     if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)):
         factor = node.args[1] if node.target is aten.mul.Tensor else 1 / node.args[1]
         return lambda z: torch.full_like(z, factor)
@@ -301,7 +307,7 @@ def _slope(node: Node) -> Slope | None:
         return lambda z: torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
     if node.target is aten.softplus.default:
         beta, threshold = float(_argument(node, 1, "beta", 1.0)), float(_argument(node, 2, "threshold", 20.0))
-        # Above the threshold torch takes the identity in its place.
+        # Above the threshold torch uses the identity instead.
         return lambda z: torch.where(beta * z > threshold, torch.ones_like(z), torch.sigmoid(beta * z))
     if node.target is aten.gelu.default:
         return _gelu_by_tanh if _argument(node, 1, "approximate", "none") == "tanh" else _gelu

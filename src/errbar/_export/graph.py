@@ -1,4 +1,4 @@
-"""From an input to the PMF and its error bars, as one module of elementary operations: what an export is made of.
+"""From an input to the PMF and its error bars, as one module of elementary operations: the content of an export.
 
 It computes what `posterior.predict` computes, with the same draws, in the same dtypes, and without anything that a
 graph cannot hold: no automatic differentiation, no library factorisations, no choices by values in Python.
@@ -59,15 +59,15 @@ class FullCovariance(nn.Module):
             first, second = terms[x], terms[y]
             d, e = first.layer.outputs, second.layer.outputs
             if (x, y) in self.starts:
-                contracted = self._by_bands(x, y, first.inner, d * (d + 1) // 2)
+                inside = self._by_bands(x, y, first.inner, d * (d + 1) // 2)
             elif x == y:
-                contracted = _pairs(first.inner) @ self.get_buffer(f"coefficients_{x}_{y}")
+                inside = _pairs(first.inner) @ self.get_buffer(f"coefficients_{x}_{y}")
             else:
                 products = (first.inner[:, :, None] * second.inner[:, None, :]).flatten(1)
-                contracted = products @ self.get_buffer(f"coefficients_{x}_{y}")
+                inside = products @ self.get_buffer(f"coefficients_{x}_{y}")
             if x == y:
-                contracted = contracted.index_select(1, packed.unpack_index(d, contracted.device).reshape(-1))
-            part = first.covariance(contracted.reshape(-1, d, e), second)
+                inside = inside.index_select(1, packed.unpack_index(d, inside.device).reshape(-1))
+            part = first.covariance(inside.reshape(-1, d, e), second)
             part = part if x == y else part + part.mT
             total = part if total is None else total + part
         assert total is not None
@@ -172,8 +172,8 @@ def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[T
     size = matrix.shape[-1]
     identity = torch.eye(size, dtype=matrix.dtype)
     scale = (matrix * identity).sum((1, 2)) / size
-    added = torch.tensor(shares, dtype=matrix.dtype)[:, None] * scale
-    rest = matrix + added[:, :, None, None] * identity
+    jitter = torch.tensor(shares, dtype=matrix.dtype)[:, None] * scale
+    rest = matrix + jitter[:, :, None, None] * identity
     columns, roots = [], []
     for j in range(size):
         column = rest[:, :, :, j]
@@ -185,12 +185,12 @@ def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[T
             rest = rest - column[:, :, :, None] * column[:, :, None, :]
     lower = torch.stack(columns, 3) * torch.ones_like(identity).tril()
     good = (torch.cat(roots, 2) > 0).all(2)
-    chosen = torch.full_like(matrix, torch.nan)
+    result = torch.full_like(matrix, torch.nan)
     for j in reversed(range(len(shares))):
-        chosen = torch.where(good[j][:, None, None], lower[j], chosen)
+        result = torch.where(good[j][:, None, None], lower[j], result)
     # Entries that are exactly zero everywhere stay exactly zero.
     zero = matrix.abs().amax((1, 2)) == 0
-    return torch.where(zero[:, None, None], 0.0, chosen)
+    return torch.where(zero[:, None, None], 0.0, result)
 
 
 class PredictionGraph(nn.Module):
@@ -228,9 +228,9 @@ class PredictionGraph(nn.Module):
         # One logit g is read as the pair (0, g).
         mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
         mean = mean / self.temperature
-        made = self.covariance(self.network.terms(values, self.start, self.dtype))
-        made = _times(made, self.covariance_scale / self.temperature**2)
-        samples = torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), made), 1)
+        covariance = self.covariance(self.network.terms(values, self.start, self.dtype))
+        covariance = _times(covariance, self.covariance_scale / self.temperature**2)
+        samples = torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance), 1)
         # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
         # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
         pmf = samples.double().mean(2).to(samples.dtype)
@@ -242,9 +242,9 @@ class PredictionGraph(nn.Module):
             results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2]).to(samples.dtype)
         results["logits"] = mean
         if "logit_covariance" in self.outputs:
-            results["logit_covariance"] = self.full(made).to(mean.dtype)
+            results["logit_covariance"] = self.full(covariance).to(mean.dtype)
         if "risk" in self.outputs:
-            # NaN is above no threshold, and must not look like no risk.
+            # NaN is above no threshold, but must not look like zero risk.
             unknown = torch.isnan(pmf)[:, None, :]
             share = torch.stack(
                 [(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.get_buffer("thresholds")], 1
@@ -252,26 +252,26 @@ class PredictionGraph(nn.Module):
             results["risk"] = torch.where(unknown, torch.nan, share)
         return {name: results[name] for name in self.outputs}
 
-    def sampled_logits(self, mean: Float[Tensor, "B M"], made: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
+    def sampled_logits(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
         """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""
         normal = self.get_buffer("normal")
         if self.form == "full":
             basis = linalg.contrast_basis(mean.shape[1], mean.device)
-            lower = cholesky(linalg.symmetric(basis.mT @ made.double() @ basis), self.shares)
+            lower = cholesky(linalg.symmetric(basis.mT @ covariance.double() @ basis), self.shares)
             return (basis @ lower).to(mean.dtype) @ normal + mean[:, :, None]
-        scaled = made.clamp_min(0).sqrt().to(mean.dtype)[:, :, None] * normal
+        deviations = covariance.clamp_min(0).sqrt().to(mean.dtype)[:, :, None] * normal
         if self.form == "factored":
             basis = self.get_buffer("basis")
-            scaled = (basis - basis.mean(0)).to(mean.dtype) @ scaled
-        return scaled + mean[:, :, None]
+            deviations = (basis - basis.mean(0)).to(mean.dtype) @ deviations
+        return deviations + mean[:, :, None]
 
-    def full(self, made: Float[Tensor, "B ..."]) -> Float[Tensor, "B M M"]:
+    def full(self, covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M M"]:
         """P^g as matrices."""
         if self.form == "full":
-            return made
+            return covariance
         if self.form == "diagonal":
-            return torch.diag_embed(made)
-        half = self.get_buffer("basis").to(made.dtype) * made.clamp_min(0).sqrt()[:, None, :]
+            return torch.diag_embed(covariance)
+        half = self.get_buffer("basis").to(covariance.dtype) * covariance.clamp_min(0).sqrt()[:, None, :]
         return half @ half.mT
 
 

@@ -1,7 +1,7 @@
 """The numbers of a graph in ONNX files, in the dtype of the tensors that they meet.
 
 torch.onnx writes the numbers of operations, such as 1.4 in `x / 1.4`, in float32 and has them cast where they meet
-float64: 1.4 becomes 1.39999998. Here are the translations that do so, with the numbers as they are. LeakyReLU and ELU,
+float64: 1.4 becomes 1.39999998. These translations replace those that do so, and keep the numbers. LeakyReLU and ELU,
 whose numbers are float32 by the definition of ONNX, are taken apart in float64.
 """
 
@@ -37,8 +37,8 @@ def exact_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
     def full(
         size: Any, fill_value: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False
     ) -> Any:
-        filled = fill_value if dtype == -1 else number(fill_value, dtype)
-        return op.Expand(filled, op.Cast(size, to=ir.DataType.INT64))
+        value = fill_value if dtype == -1 else number(fill_value, dtype)
+        return op.Expand(value, op.Cast(size, to=ir.DataType.INT64))
 
     def full_like(
         self: Any,

@@ -70,24 +70,24 @@ class WorkedExample:
     def of(batch: Batch, gaussian: LogitGaussian, request: ExportRequest) -> WorkedExample:
         """`gaussian` is what the posterior says about the logits of the batch."""
         prediction, rounded = gaussian.predict(request.samples, request.seed, draws=request.draws), gaussian.rounded()
-        made: dict[str, Callable[[], Tensor]] = {
+        makers: dict[str, Callable[[], Tensor]] = {
             "pmf": lambda: prediction.pmf,
             "std": lambda: prediction.std,
             "covariance": lambda: prediction.covariance,
             "logits": lambda: rounded.mean,
             "logit_covariance": lambda: rounded.covariance,
         }
-        return WorkedExample(batch, {name: make() for name, make in made.items() if name in request.outputs})
+        return WorkedExample(batch, {name: maker() for name, maker in makers.items() if name in request.outputs})
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:
-    """The ending of the file, which says what it is to be."""
+    """The ending of the file, which determines its kind."""
     kind = Path(path).suffix
     if kind not in KINDS:
-        raise ArgumentError(f"The file is to be called {os.fspath(path)}; expected a name that ends in .onnx or .pt2.")
+        raise ArgumentError(f"The path is {os.fspath(path)}; expected a name that ends in .onnx or .pt2.")
     if kind == ".onnx":
         try:
-            import onnx  # noqa: F401 - only asked whether it is there; torch.onnx uses it
+            import onnx  # noqa: F401 - only checks that it is installed; torch.onnx uses it
             import onnxscript  # noqa: F401
         except ImportError as missing:
             raise MissingExtraError(
@@ -99,11 +99,11 @@ def checked_path(path: str | os.PathLike[str]) -> str:
 
 def checked_thresholds(risk: Any, prediction: Prediction) -> Float[Tensor, "R M"]:
     """One row for each threshold, which is one probability or one for each class; a single one may come as it is."""
-    given = list(risk) if isinstance(risk, (list, tuple)) else [risk]
-    for threshold in given:
+    thresholds = list(risk) if isinstance(risk, (list, tuple)) else [risk]
+    for threshold in thresholds:
         prediction.risk(threshold)
     classes = prediction.pmf.shape[1]
-    rows = [torch.as_tensor(threshold, dtype=prediction.pmf.dtype).expand(classes) for threshold in given]
+    rows = [torch.as_tensor(threshold, dtype=prediction.pmf.dtype).expand(classes) for threshold in thresholds]
     return torch.stack(rows) if rows else prediction.pmf.new_zeros(0, classes)
 
 
@@ -111,13 +111,15 @@ def checked_outputs(outputs: Sequence[str] | None, *, risk: bool) -> tuple[str, 
     """The outputs asked for, in the order of `OUTPUTS`; all of them unless some are named."""
     if outputs is None:
         return OUTPUTS if risk else OUTPUTS[:-1]
-    named = [outputs] if isinstance(outputs, str) else list(outputs)
-    unknown = [name for name in named if name not in OUTPUTS]
-    if unknown or not named:
+    names = [outputs] if isinstance(outputs, str) else list(outputs)
+    unknown = [name for name in names if name not in OUTPUTS]
+    if unknown or not names:
         raise ArgumentError(f"outputs is {outputs!r}; expected one or more of {', '.join(OUTPUTS)}.")
-    if "risk" in named and not risk:
-        raise ArgumentError("outputs has 'risk', and there is no threshold for it; expected risk=(0.05,) or the like.")
-    return tuple(name for name in OUTPUTS if name in named)
+    if "risk" in names and not risk:
+        raise ArgumentError(
+            "outputs has 'risk', but there is no threshold for it; expected, for example, risk=(0.05,)."
+        )
+    return tuple(name for name in OUTPUTS if name in names)
 
 
 def write_export(
@@ -131,13 +133,13 @@ def write_export(
     batch = examples[0].batch
     kind = checked_path(path)
     with plain_execution(task.network.device), warnings.catch_warnings():
-        # About what is deprecated inside torch, and what later versions will do: nothing that a caller can act on.
+        # Deprecations inside torch, and changes in later versions: nothing that a caller can act on.
         warnings.simplefilter("ignore")
         program = program_of(task, factor, batch, request)
         module = program.module()
         for example in examples:
-            found = module(*example.batch.args, **example.batch.kwargs)
-            _require_agreement(found, example.expected, "The graph")
+            results = module(*example.batch.args, **example.batch.kwargs)
+            _require_agreement(results, example.expected, "The graph")
         about = {name: json.dumps(value) for name, value in _description(task, request).items()}
         if kind == ".pt2":
             buffer = io.BytesIO()
@@ -153,7 +155,7 @@ def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest)
     """The whole way from input to outputs as one exported program whose batch size is free."""
     program = exported(graph_of(task, factor, batch, request).eval(), Sample.of(batch))
     for node in program.graph.nodes:
-        # Where in which file of which folder an operation was written: nobody else's business.
+        # The files and folders in which operations were written: private.
         node.meta.pop("stack_trace", None)
     return program
 
@@ -196,8 +198,8 @@ def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
         return route.layers, route.identity
     if route is not None and route.by_layer is not None and not len(route.by_layer.rest_spans):
         layers = route.by_layer.layers
-        used_once = route.by_layer.inner_size == sum(layer.width for layer in layers)
-        if used_once and all(layer.patches is None for layer in layers):
+        are_used_once = route.by_layer.inner_size == sum(layer.width for layer in layers)
+        if are_used_once and all(layer.patches is None for layer in layers):
             return layers, len(layers) == 1 and route.by_layer.outer_size == 0
     raise ExportError(
         f"The posterior is about {', '.join(task.selection.names[:4])}{' …' if len(task.selection.names) > 4 else ''} "
@@ -223,7 +225,7 @@ def _require_exportable(task: Task, batch: Batch) -> None:
 
 
 def _description(task: Task, request: ExportRequest) -> dict[str, Any]:
-    """What the file is, for whoever finds it."""
+    """What the file is, for anyone who finds it."""
     return {
         "errbar": __version__,
         "weights": task.network.fingerprint,
@@ -240,15 +242,15 @@ def _description(task: Task, request: ExportRequest) -> dict[str, Any]:
     }
 
 
-def _require_agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], who: str) -> None:
-    """Refuse a graph that says something else than `predict`."""
+def _require_agreement(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], who: str) -> None:
+    """Refuse a graph whose results differ from those of `predict`."""
     for name, truth in expected.items():
-        error = float((found[name] - truth).abs().max() / truth.abs().max().clamp_min(1))
+        error = float((results[name] - truth).abs().max() / truth.abs().max().clamp_min(1))
         limit = _TOLERANCE[truth.dtype]
         if not error <= limit:
             raise ExportError(
                 f"{who} and posterior.predict differ by {error:.1e} in '{name}' of the example; expected at most "
-                f"{limit:.0e}. {_cause(who, truth.dtype)} A model that does something else for a batch of one cannot "
+                f"{limit:.0e}. {_cause(who, truth.dtype)} A model that behaves differently for a batch of one cannot "
                 "be exported.",
                 arguments={"precision": "float64"},
             )
@@ -265,12 +267,14 @@ def _cause(who: str, dtype: torch.dtype) -> str:
 
 def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]) -> bytes:
     """The program as the bytes of an ONNX file."""
-    held = sum(value.numel() * value.element_size() for value in program.state_dict.values())
-    if held > _ONNX_LIMIT:
-        raise ExportError(f"The constants take {held:,} bytes; an ONNX file has room for {_ONNX_LIMIT:,}. Use .pt2.")
+    constant_bytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
+    if constant_bytes > _ONNX_LIMIT:
+        raise ExportError(
+            f"The constants take {constant_bytes:,} bytes; an ONNX file has room for {_ONNX_LIMIT:,}. Use .pt2."
+        )
     try:
         with _quiet(logging.getLogger("torch.onnx")):
-            made = torch.onnx.export(
+            onnx_program = torch.onnx.export(
                 program,
                 dynamo=True,
                 input_names=list(inputs),
@@ -284,8 +288,8 @@ def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str
             f"torch.onnx cannot write the model: {' '.join(str(error).split())[:300]}. Expected operations that ONNX "
             "has; a .pt2 file has no such limit."
         ) from error
-    assert made is not None
-    proto = made.model_proto
+    assert onnx_program is not None
+    proto = onnx_program.model_proto
     # The output has the batch size first, under the name that torch gave it; an input may have no size at all.
     free = proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
@@ -301,7 +305,7 @@ def _onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Without the notes of torch.onnx about packages that it would know more operations of."""
+    """Silence the notes of torch.onnx about packages that would add operations."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -311,22 +315,22 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 def _require_agreement_of_onnx_runtime(data: bytes, examples: Sequence[WorkedExample], outputs: Sequence[str]) -> None:
-    """Refuse a file that ONNX Runtime, where it is installed, cannot run or makes something else of."""
+    """Refuse a file that ONNX Runtime, if installed, cannot run or runs with different results."""
     try:
         import onnxruntime
     except ImportError:
         return
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    given = [{name: value.numpy() for name, value in named_inputs(example.batch).items()} for example in examples]
+    feeds = [{name: value.numpy() for name, value in named_inputs(example.batch).items()} for example in examples]
     try:
         session = onnxruntime.InferenceSession(data, settings, providers=["CPUExecutionProvider"])
-        results = [session.run(list(outputs), inputs) for inputs in given]
+        results = [session.run(list(outputs), inputs) for inputs in feeds]
     except Exception as error:
         raise ExportError(
             f"ONNX Runtime cannot run the graph: {' '.join(str(error).split())[:300]}. It lacks some operations in "
             "float64; expected a float32 model, or a .pt2 file."
         ) from error
     for example, values in zip(examples, results, strict=True):
-        found = {name: torch.as_tensor(value) for name, value in zip(outputs, values, strict=True)}
-        _require_agreement(found, example.expected, "ONNX Runtime")
+        named_results = {name: torch.as_tensor(value) for name, value in zip(outputs, values, strict=True)}
+        _require_agreement(named_results, example.expected, "ONNX Runtime")

@@ -136,8 +136,8 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
         lower, _ = linalg.safe_cholesky(remainder, name="I − RᵀP^gR", limit=1e-4)
     except CovarianceError as cause:
         raise DataError(
-            "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out. "
-            "Pass leave_out=False for data that the network was not trained on."
+            "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out "
+            "of it. Pass leave_out=False for data that the network was not trained on."
         ) from cause
     half = linalg.solve_lower(lower, half)
     wider = linalg.symmetric(covariance + half.mT @ half)

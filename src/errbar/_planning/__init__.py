@@ -1,1 +1,1 @@
-"""What a fit costs, before it is made: layout of the network, workload, costs, choice, plan."""
+"""What a fit will cost: layout of the network, workload, costs, choice, plan."""

@@ -16,36 +16,36 @@ from errbar.errors import SizeError, StructureNotice
 
 
 def structure_that_fits(task: Task, rank: int) -> str:
-    """What `structure="auto"` takes: the first structure that fits into memory, with a notice if it is not exact."""
+    """The choice of `structure="auto"`: the first structure that fits into memory, with a notice if it is not exact."""
     device = task.network.device
     usable, work = usable_bytes(device), _workload(task, task.selection, rank)
     costs = {name: structure_called(name).cost(work) for name in structure_names()}
-    chosen = next((name for name, cost in costs.items() if cost.peak_bytes <= usable), None)
-    if chosen is None:
+    structure = next((name for name, cost in costs.items() if cost.peak_bytes <= usable), None)
+    if structure is None:
         least = min(costs, key=lambda name: costs[name].peak_bytes)
         raise _refusal(task, least, rank, "No structure fits: even ")
-    if not costs[chosen].exact:
+    if not costs[structure].exact:
         warnings.warn(
-            f"structure='auto' took '{chosen}', which is not exact: the exact covariance of "
+            f"structure='auto' chose '{structure}', which is not exact: the exact covariance of "
             f"{task.selection.n_parameters:,} parameters would take {readable(costs['dense'].peak_bytes)}, and "
             f"{readable(available_bytes(device))} are available. Select fewer layers for the exact one, or name the "
             "structure to silence this.",
             StructureNotice,
             stacklevel=3,
         )
-    return chosen
+    return structure
 
 
 def require_fits(task: Task) -> None:
-    """Refuse what would not fit, before anything large is made.
+    """Refuse what would not fit, before anything large is allocated.
 
-    Nothing is known of what a file was made from; but then sums of that size are in memory already.
+    A task from a file has no layout, but then sums of that size are in memory already.
     """
     if task.layout is None:
         return
     rank = task.rank if task.route is None else DEFAULT_RANK
-    needed = structure_called(task.structure).cost(_workload(task, task.selection, rank)).peak_bytes
-    if needed > usable_bytes(task.network.device):
+    peak = structure_called(task.structure).cost(_workload(task, task.selection, rank)).peak_bytes
+    if peak > usable_bytes(task.network.device):
         raise _refusal(task, task.structure, rank, "")
 
 

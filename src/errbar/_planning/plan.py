@@ -30,7 +30,7 @@ from errbar._model.network import Network, Output
 from errbar._model.selection import Selection, listed_modules
 from errbar.errors import ArgumentError
 
-# Samples of the example that are run, and how long the speed of a product is tried out.
+# Samples of the example that are run, and how long the speed of a product is measured.
 _FEW = 16
 _PROBE_SECONDS = 0.04
 _PROBE_SIZE = {"cpu": 320, "cuda": 4096}
@@ -66,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """What there is to choose from, for batches of `batch` samples and `memory` bytes; print it for a table."""
+    """The options for batches of `batch` samples and `memory` bytes; print it for a table."""
 
     options: tuple[Option, ...]
     memory: int
@@ -75,11 +75,11 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """What `structure="auto"` would take for all parameters; None where nothing fits."""
+        """What `structure="auto"` would choose for all parameters; None if nothing fits."""
         return self.best_for(None)
 
     def best_for(self, last_layers: int | None) -> Option | None:
-        """What `structure="auto"` would take for the last r layers, or with None for all parameters."""
+        """What `structure="auto"` would choose for the last r layers, or with None for all parameters."""
         counts = {option.last_layers for option in self.options}
         if last_layers is None and None not in counts:
             last_layers = max(count for count in counts if count is not None)
@@ -112,7 +112,7 @@ def plan(
     Args:
         model: a classifier that returns logits; never modified.
         example: one batch as `collect` takes them; the fit, and predictions, are planned for batches of its size.
-        memory: bytes that a fit may take; nine tenths of what is available unless given.
+        memory: bytes that a fit may take; by default nine tenths of what is available.
         fisher: as in `collect`.
         rank: as in `collect`.
         precision: as in `collect`.
@@ -132,25 +132,25 @@ def plan(
     with plain_execution(network.device):
         batch = network.prepare(to_batch(example, unpack), Checks(network.device))
         few = batch.rows(0, _FEW)
-        inspection = inspect(network, few)  # what cannot be used at all is refused by this call
+        inspection = inspect(network, few)  # this call refuses unsupported models
         inspection.require_gauge(kind)
-        seen = layout_of(network, few, inspection.layers, samples=_FEW)
+        layout = layout_of(network, few, inspection.layers, samples=_FEW)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = _Speed.of(network, batch, dtype)
     options = []
-    for last_layers, selection in _selections(seen):
-        work = seen.workload(selection, batch=len(batch), fisher=kind, dtype=dtype, rank=directions, draws=draws)
-        share = seen.tail_share(selection)
-        alone = tuple(seen.alone(selection).matrices())
+    for last_layers, selection in _selections(layout):
+        work = layout.workload(selection, batch=len(batch), fisher=kind, dtype=dtype, rank=directions, draws=draws)
+        share = layout.tail_share(selection)
+        alone = tuple(layout.alone(selection).matrices())
         options += [_option(name, last_layers, work, share, speed, limit, alone) for name in structure_names()]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
-def _selections(seen: Layout) -> list[tuple[int | None, Selection]]:
+def _selections(layout: Layout) -> list[tuple[int | None, Selection]]:
     """The last 1, 2, … layers, and all parameters; the latter as None, also where the last r are all."""
-    every = seen.everything()
-    found: list[tuple[int | None, Selection]] = [(r, seen.last(r)) for r in range(1, seen.n_layers + 1)]
-    return [*found, (None, every)] if not found or found[-1][1] != every else found
+    every = layout.everything()
+    selections: list[tuple[int | None, Selection]] = [(r, layout.last(r)) for r in range(1, layout.n_layers + 1)]
+    return [*selections, (None, every)] if not selections or selections[-1][1] != every else selections
 
 
 def _option(
@@ -162,20 +162,20 @@ def _option(
     limit: int,
     alone: tuple[str, ...],
 ) -> Option:
-    found = structure_called(structure).cost(work)
-    fit, once, predict = speed.seconds(found, work, share)
+    cost = structure_called(structure).cost(work)
+    fit, once, predict = speed.seconds(cost, work, share)
     return Option(
         structure=structure,
         last_layers=last_layers,
         n_parameters=work.n,
-        posterior_bytes=found.posterior_bytes,
-        fit_bytes=found.fit_bytes,
-        predict_bytes=found.predict_bytes,
+        posterior_bytes=cost.posterior_bytes,
+        fit_bytes=cost.fit_bytes,
+        predict_bytes=cost.predict_bytes,
         fit_seconds_per_sample=fit,
         seconds_once=once,
         predict_seconds_per_input=predict,
-        exact=found.exact,
-        fits=found.peak_bytes <= limit,
+        exact=cost.exact,
+        fits=cost.peak_bytes <= limit,
         diagonal=alone if structure == "kron" else (),
     )
 
@@ -194,7 +194,7 @@ class _Speed:
     @staticmethod
     def of(network: Network, batch: Batch, dtype: torch.dtype) -> _Speed:
         few = batch.rows(0, _FEW)
-        # A pass of a small network is over so quickly that more samples hardly take longer.
+        # A pass of a small network is so quick that more samples hardly take longer.
         if _least_seconds(lambda: network.logits(few), network.device) < _QUICK:
             few = batch.rows(0, _MORE)
         forward, backward = _passes(network, few)
@@ -202,20 +202,20 @@ class _Speed:
         product = double if dtype == torch.float64 else _product_seconds(dtype, network.device)
         return _Speed(product, double, _draw_seconds(network), forward / len(few), backward / len(few))
 
-    def seconds(self, found: Cost, work: Workload, share: float) -> tuple[float, float, float]:
+    def seconds(self, cost: Cost, work: Workload, share: float) -> tuple[float, float, float]:
         """Of the fit for a sample, once, and of a prediction for an input; `share` of the network is differentiated."""
-        passes = [self.forward + seeds * share * self.backward for seeds in found.seeds]
+        passes = [self.forward + seeds * share * self.backward for seeds in cost.seeds]
         draws = work.draws * work.classes * self.draw
-        fit = passes[0] + found.sample_products * self.product
-        predict = passes[1] + found.input_products * self.product + draws
-        return fit, found.once_products * self.double, predict
+        fit = passes[0] + cost.sample_products * self.product
+        predict = passes[1] + cost.input_products * self.product + draws
+        return fit, cost.once_products * self.double, predict
 
 
 def _passes(network: Network, few: Batch) -> tuple[float, float]:
     """Seconds of one pass forward, and of one backward to all parameters."""
     forward = _least_seconds(lambda: network.logits(few), network.device)
-    named = {name: value for name, value in network.module.named_parameters() if value.is_floating_point()}
-    values = {name: value.detach().requires_grad_() for name, value in named.items()}
+    parameters = {name: value for name, value in network.module.named_parameters() if value.is_floating_point()}
+    values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
         logits = network.logits(few, values)
         if not logits.requires_grad:
@@ -238,16 +238,16 @@ def _draw_seconds(network: Network) -> float:
     numbers: Tensor = torch.zeros(8, 32, 1024, dtype=network.dtype, device=network.device)
 
     def softmax() -> Tensor:
-        made = numbers + 1.0
-        made -= made.amax(1, keepdim=True)
-        made.exp_()
-        return made.sum(1).reciprocal_()
+        exponents = numbers + 1.0
+        exponents -= exponents.amax(1, keepdim=True)
+        exponents.exp_()
+        return exponents.sum(1).reciprocal_()
 
     return _least_seconds(softmax, network.device) / numbers.numel()
 
 
 def _least_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call: the least of some, as other processes only ever make it longer; the first warms up."""
+    """Seconds of a call: the least of several, since other processes only make it longer; the first warms up."""
 
     def finished() -> float:
         if device.type == "cuda":
@@ -271,13 +271,13 @@ def _least_seconds(run: Callable[[], Any], device: torch.device) -> float:
 def _table(plan: Plan) -> str:
     """At most about twenty rows: of deep networks the last 1, 2, 3, 5, 8, … layers, and all."""
     counts = list(dict.fromkeys(option.last_layers for option in plan.options))
-    shown = _thinned(counts, _ROWS_SHOWN // len(structure_names()))
+    visible = _thinned(counts, _ROWS_SHOWN // len(structure_names()))
     headers = ("layers", "structure", "parameters", "posterior", "fit", "predict", "a sample", "once", "an input")
     rows: list[tuple[str, ...]] = [headers]
     notes = [""]
     best = plan.best
     for option in plan.options:
-        if option.last_layers in shown:
+        if option.last_layers in visible:
             rows.append(
                 (
                     "all" if option.last_layers is None else str(option.last_layers),
@@ -304,21 +304,21 @@ def _table(plan: Plan) -> str:
     )
     last = "~ not exact; no: does not fit; auto: what structure='auto' takes for all parameters"
     diagonal = max((option.diagonal for option in plan.options), key=len)
-    told = [f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart"] if diagonal else []
+    remarks = [f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart"] if diagonal else []
     table = (f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
-    return "\n".join([first, *table, last, *told])
+    return "\n".join([first, *table, last, *remarks])
 
 
 def _thinned(counts: list[int | None], most: int) -> list[int | None]:
     """All counts if they are few, else 1, 2, 3, 5, 8, … and the last: as many as fit."""
     if len(counts) <= most:
         return counts
-    chosen: list[int | None] = []
+    sparse: list[int | None] = []
     first, second = 1, 2
-    while first in counts[:-1] and len(chosen) < most - 1:
-        chosen.append(first)
+    while first in counts[:-1] and len(sparse) < most - 1:
+        sparse.append(first)
         first, second = second, first + second
-    return [*chosen, counts[-1]]
+    return [*sparse, counts[-1]]
 
 
 def _size(size: float) -> str:
