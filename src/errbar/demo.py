@@ -66,7 +66,7 @@ class DemoSettings:
 
 
 class Samples(NamedTuple):
-    """Images of 8 × 8 grey values in [0, 1], one a row, and their labels."""
+    """Images of 8 × 8 grey values in [0, 1], one per row, and their labels."""
 
     x: Float[Tensor, "N 64"]
     y: Int[Tensor, " N"]
@@ -249,9 +249,9 @@ def make_frames(x: Float[Tensor, "N 64"], frames: int, seed: int) -> Float[Tenso
     motion = torch.cat([rotation, shift[:, :, None]], dim=2)
     grid = nn.functional.affine_grid(motion, [count, 1, 8, 8], align_corners=False)
     images = x.repeat_interleave(frames, dim=0).reshape(count, 1, 8, 8)
-    moved = nn.functional.grid_sample(images, grid, align_corners=False)
-    noise = 0.05 * torch.randn(moved.shape, generator=generator)
-    return (moved + noise).clamp(0, 1).reshape(len(x), frames, 64)
+    views = nn.functional.grid_sample(images, grid, align_corners=False)
+    noise = 0.05 * torch.randn(views.shape, generator=generator)
+    return (views + noise).clamp(0, 1).reshape(len(x), frames, 64)
 
 
 def fuse_digit_frames(
@@ -296,10 +296,10 @@ def draw(comparison: Comparison, test: Samples, output: Path) -> tuple[Path, Pat
     diagrams = {method.replace("T_c", "$T_c$").replace(" T ", " $T$ "): pmf for method, pmf in comparison.pmfs.items()}
     write_figure(plots.reliability_grid(diagrams, test.y), reliability, dpi=160)
     everything = comparison.gaussian
-    chosen = list(contrasting(everything, everything.predict().pmf))
-    gaussian = errbar.LogitGaussian(everything.mean[chosen], everything.covariance[chosen])
-    images = test.x[chosen].reshape(-1, 8, 8)
-    titles = [f"labelled {label}" for label in test.y[chosen].tolist()]
+    rows = list(contrasting(everything, everything.predict().pmf))
+    gaussian = errbar.LogitGaussian(everything.mean[rows], everything.covariance[rows])
+    images = test.x[rows].reshape(-1, 8, 8)
+    titles = [f"labelled {label}" for label in test.y[rows].tolist()]
     write_figure(plots.figure_one(images, gaussian, gaussian.predict(), titles=titles), figure_one, dpi=160)
     return reliability, figure_one
 
@@ -311,7 +311,7 @@ def _table(title: str) -> Table:
 
 
 def score_table(title: str, scores: Sequence[Score]) -> Table:
-    """One row a method; the best of each column in bold."""
+    """One row per method; the best of each column in bold."""
     table = _table(title)
     table.add_column("method", no_wrap=True)
     for heading in ("acc. ↑", "Σ ln f ↑", "Brier ↓", "ECE ↓"):
@@ -332,7 +332,7 @@ def score_table(title: str, scores: Sequence[Score]) -> Table:
 
 
 def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Table:
-    """One row a class; classes that can be ruled out are dim."""
+    """One row per class; classes that can be ruled out are dim."""
     table = _table(title)
     for heading in ("class", "softmax", "PMF", "std", "95 % interval", f"Pr{{f > {threshold:g}}}"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -346,7 +346,7 @@ def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Tabl
 def run(
     output: Path, progress: bool = True, settings: DemoSettings | None = None, *, quiet: bool = False
 ) -> dict[str, Any]:
-    """Everything, printed as it comes unless `quiet`, and returned by name; figures as PNG files in `output`."""
+    """Run everything, print it as it comes unless `quiet`, and return it by name; figures are PNG files in `output`."""
     settings = DemoSettings() if settings is None else settings
     if output.exists() and not output.is_dir():
         raise ArgumentError(f"The output {output} is a file; expected a folder for the figures.")
@@ -386,5 +386,5 @@ def run(
         "frames": frames,
         "risk": risks,
     }
-    listed = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
-    return {"inputs": test_size, "figures": figures, **listed}
+    rows_by_table = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
+    return {"inputs": test_size, "figures": figures, **rows_by_table}

@@ -75,12 +75,12 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
         return self._posterior
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A wrong name is better found before the training than after it."""
+        """Find a wrong name before the training, not after it."""
         if stage == "fit":
             self._model(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """So is the question which of several loaders is meant."""
+        """Find out before the training which of several loaders is meant."""
         self._data(trainer)
         self._held_out(trainer)
 
@@ -131,7 +131,7 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
 
 
 def _one_loader(loaders: Any, name: str) -> Any:
-    """The loader, where the trainer has one, alone or in a list; several may be about different things."""
+    """The trainer's loader, if any, alone or in a list; several may have different purposes."""
     if not isinstance(loaders, (list, tuple, dict)):
         return loaders
     if len(loaders) == 1:
@@ -142,7 +142,7 @@ def _one_loader(loaders: Any, name: str) -> Any:
 
 
 def _require_options(options: dict[str, Any]) -> None:
-    """A misspelt option is better found before the training than after it."""
+    """Find a misspelt option before the training, not after it."""
     known = [name for name in inspect.signature(errbar.fit).parameters if name not in ("model", "data")]
     unknown = [name for name in options if name not in known]
     if unknown:

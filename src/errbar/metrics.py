@@ -27,7 +27,7 @@ def accuracy(pmf: Any, labels: Any) -> float:
 
 
 def log_likelihood(pmf: Any, labels: Any) -> float:
-    """Σ_n ln f_{y_n}(x_n); minus infinity when a label was held impossible."""
+    """Σ_n ln f_{y_n}(x_n); minus infinity if the probability of a label is zero."""
     probability, truth = _checked(pmf, labels)
     return float(_of_label(probability, truth).log().sum())
 
@@ -84,7 +84,7 @@ def ece(pmf: Any, labels: Any, bins: int = 10) -> float:
 def ece_interval(
     pmf: Any, labels: Any, bins: int = 10, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """An interval that holds the ECE of all inputs there could be, Σ_j w_j |acc_j − conf_j| in the same bins.
+    """An interval for the ECE of the whole population of inputs, Σ_j w_j |acc_j − conf_j| in the same bins.
 
     By test inversion with binomial bins (`_base.ece_limits` has the rules): a value is inside if an ECE like that of
     these data is not a surprise where it is true, by `resamples` sets of labels drawn under it. The ECE itself is above
@@ -159,12 +159,12 @@ def auroc(scores: Any, positive: Any) -> float:
 
 
 def _spread(count: int, points: int | None) -> Int[Tensor, "K"]:
-    """Indices of all of `count` points, or of so many of them, evenly spread, the last one among them."""
-    wanted = count if points is None else whole_number(points)
-    if wanted is None or (points is not None and wanted < 2):
+    """Indices of all `count` points, or of `points` of them, evenly spread and including the last one."""
+    target = count if points is None else whole_number(points)
+    if target is None or (points is not None and target < 2):
         raise ArgumentError(f"points is {points!r}; expected a whole number of two or more, or None for all.")
-    wanted = min(wanted, count)
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
+    target = min(target, count)
+    return torch.linspace(0, count - 1, target, dtype=torch.float64).round().long()
 
 
 def _checked_scores(scores: Any, positive: Any) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
@@ -196,7 +196,7 @@ def _binned(confidence: Float[Tensor, "N"], bins: int) -> tuple[Float[Tensor, "e
 
 
 def _whole(value: object, name: str) -> int:
-    """A count of one or more, NumPy's too."""
+    """A count of one or more, also NumPy's."""
     number = whole_number(value)
     if number is None or number < 1:
         raise ArgumentError(f"{name} is {value!r}; expected a whole number of one or more.")
@@ -230,14 +230,14 @@ def _numbers(values: Any) -> Float[Tensor, "*shape"]:
 
 
 def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
-    """PMFs in float64 on the CPU, a prediction's too; `DataError` in words for what is none."""
-    # A Prediction knows this module: it is told by what it has.
-    held = getattr(pmf, "pmf", None)
+    """PMFs in float64 on the CPU, also from a prediction; raises `DataError` for anything else."""
+    # A Prediction imports this module, so it is recognised by its attribute.
+    inner = getattr(pmf, "pmf", None)
     try:
-        probability = _numbers(held if isinstance(held, Tensor) else pmf)
+        probability = _numbers(inner if isinstance(inner, Tensor) else pmf)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"PMFs are a {type(pmf).__name__} that is no matrix of numbers; expected a Prediction, or probabilities "
+            f"PMFs are a {type(pmf).__name__} that is not a matrix of numbers; expected a Prediction, or probabilities "
             "(inputs, classes)."
         ) from error
     if probability.ndim != 2 or probability.shape[0] == 0 or probability.shape[1] < 2:

@@ -39,7 +39,7 @@ except ImportError as missing:
         f"errbar.sklearn needs scikit-learn 1.6 or newer, which is not installed: {how_to_install('sklearn')}."
     ) from missing
 
-# Inputs predicted at a time: the covariances of their logits are all held at once.
+# Inputs predicted at a time: the covariances of their logits are in memory together.
 _BLOCK = 1024
 
 Factory = Callable[[int, int], nn.Module]
@@ -120,7 +120,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(
         self, X: ArrayLike, y: ArrayLike, *, calibration: tuple[ArrayLike, ArrayLike] | None = None
     ) -> ErrbarClassifier:
-        """Train, fit the posterior, calibrate. `calibration` are held-out data to be used instead of a part of X."""
+        """Train, fit the posterior, calibrate. `calibration` are held-out data to use instead of a part of X."""
         inputs, labels = validate_data(self, X, y, dtype=np.float64)
         self._require_settings()
         check_classification_targets(labels)
@@ -171,7 +171,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """(inputs, classes): the PMF, with the uncertainty of the parameters averaged in."""
         probability = self._columns(X, lambda prediction: prediction.pmf)
-        # In float64 the sums of what a float32 network says are off by 1e-7, of which the metrics of scikit-learn warn.
+        # In float64 the sums of float32 probabilities are off by 1e-7, and scikit-learn's metrics would warn.
         probability /= probability.sum(1, keepdims=True)
         return probability
 
@@ -228,10 +228,12 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(seed)
             if self.module is None:
                 return _perceptron((self.n_features_in_, *self.hidden_layer_sizes, classes))
-            made = self.module(self.n_features_in_, classes)
-        if not isinstance(made, nn.Module):
-            raise ModelError(f"module(features, classes) returned a {type(made).__name__}; expected a torch.nn.Module.")
-        return made
+            network = self.module(self.n_features_in_, classes)
+        if not isinstance(network, nn.Module):
+            raise ModelError(
+                f"module(features, classes) returned a {type(network).__name__}; expected a torch.nn.Module."
+            )
+        return network
 
     def _train(self, network: nn.Module, training: TensorDataset, seed: int) -> None:
         """Adam on the mean cross-entropy, in batches whose order depends on the seed; so does dropout."""
@@ -299,11 +301,11 @@ def _perceptron(sizes: Sequence[int]) -> nn.Sequential:
 
 def _held_out(codes: NDArray[np.intp], fraction: float, random: np.random.RandomState) -> NDArray[np.bool_]:
     """Which samples are held out: of each class `fraction` of its samples, rounded down, so that none is used up."""
-    chosen = np.zeros(len(codes), dtype=bool)
+    is_held_out = np.zeros(len(codes), dtype=bool)
     for code in np.unique(codes):
         rows = random.permutation(np.flatnonzero(codes == code))
-        chosen[rows[: int(fraction * len(rows))]] = True
-    return chosen
+        is_held_out[rows[: int(fraction * len(rows))]] = True
+    return is_held_out
 
 
 def _data_set(inputs: NDArray[np.float64], codes: NDArray[np.intp], dtype: torch.dtype) -> TensorDataset:

@@ -85,7 +85,7 @@ def shift(
         if runs.ndim != 2 or runs.shape[1] != len(severity):
             raise ArgumentError(
                 f"The values of {name!r} have shape {tuple(runs.shape)}; expected (runs, {len(severity)}), one column "
-                "for each severity."
+                "per severity."
             )
         mean = runs.mean(0)
         line = ax.plot(severity, mean.tolist(), label=name, **looks[name].line())[0]
@@ -208,7 +208,7 @@ def key_height(names: Iterable[str], width: float) -> float:
 
 
 def plain(ax: Axes) -> None:
-    """Small ticks, and no frame on top and on the right."""
+    """Small ticks, and no frame at the top and on the right."""
     ax.tick_params(labelsize=SMALL, length=3)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -219,7 +219,7 @@ def new_axes(size: tuple[float, float]) -> Axes:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """A figure that pyplot does not know of, of `size` in inches."""
+    """A figure of `size` inches that pyplot does not know."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -231,7 +231,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
 
 
 def write_figure(figure: Figure, path: Path, **options: Any) -> None:
-    """Write a figure as the name of the file says, whole or not at all; `options` of `savefig`."""
+    """Write a figure atomically, in the format of the file's name; `options` are those of `savefig`."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix[1:], **options)
     write_file(path, buffer.getvalue())

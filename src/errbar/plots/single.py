@@ -1,12 +1,4 @@
-"""Figures: values in, matplotlib axes out.
-
-Nothing here touches pyplot or its settings. Without `ax` a new `Figure` is made; save it with
-`ax.figure.savefig(path)`, or draw into a pyplot figure by passing `ax=plt.gca()`.
-
-Colours (Okabe and Ito's, safe for the colour-blind) mean the same everywhere: blue the accuracy or the first
-class, orange the second class, vermilion the error, grey the rest. Where several methods share a picture, each has
-a `Style`: a colour, a dash and a marker.
-"""
+"""Figures of one method or one input: reliability diagrams, PMFs, and logits in a plane."""
 
 from __future__ import annotations
 
@@ -32,14 +24,9 @@ from errbar.plots.curves import (
     SMALL,
     TEXT,
     VERMILION,
-    Style,
     new_axes,
     new_figure,
     plain,
-    risk_coverage,
-    roc,
-    shift,
-    styles,
 )
 
 if TYPE_CHECKING:
@@ -48,27 +35,6 @@ if TYPE_CHECKING:
 
     from errbar._distributions.logits import LogitGaussian
     from errbar._distributions.prediction import Prediction
-
-__all__ = [
-    "BLUE",
-    "GREY",
-    "INK",
-    "ORANGE",
-    "SKY",
-    "VERMILION",
-    "Style",
-    "diagram",
-    "diagram_grid",
-    "figure_one",
-    "logit_ellipse",
-    "pmf",
-    "reliability",
-    "reliability_grid",
-    "risk_coverage",
-    "roc",
-    "shift",
-    "styles",
-]
 
 OVERCONFIDENT: dict[str, Any] = {"facecolor": "#F9DFCC", "edgecolor": VERMILION, "hatch": "/////", "linewidth": 0.6}
 UNDERCONFIDENT: dict[str, Any] = {"facecolor": SKY, "edgecolor": "white", "linewidth": 0.8}
@@ -96,7 +62,7 @@ def reliability(
 def diagram(
     values: metrics.Reliability, *, ax: Axes | None = None, title: str | None = None, note: str | None = None
 ) -> Axes:
-    """The diagram of `reliability` from its values; `note` is what it says instead of its ECE."""
+    """The diagram of `reliability` from its values; `note` replaces the text of its ECE."""
     ax = new_axes((3.2, 3.6)) if ax is None else ax
     counts = [int(count) for count in values.count]
     width = 1.0 / len(counts)
@@ -298,7 +264,7 @@ def figure_one(
     samples: int = 300,
     seed: int = 0,
 ) -> Figure:
-    """The paper's first figure: one row an input, with the image, P^g for two classes, and the PMF.
+    """The paper's first figure: one row per input, with the image, P^g for two classes, and the PMF.
 
     Images are grey (drawn dark on light) or have red, green and blue in [0, 1] as a last dimension. `classes` says
     which two logits each row shows; without it the two most probable. All ellipses have the same scale, so that
@@ -307,7 +273,7 @@ def figure_one(
     rows = len(images)
     if not rows == len(gaussian) == len(prediction.pmf):
         raise ArgumentError(
-            "figure_one draws one row an input and needs as many images as logits and predictions; "
+            "figure_one draws one row per input and needs as many images as logits and predictions; "
             f"got {rows}, {len(gaussian)} and {len(prediction.pmf)}."
         )
     if classes is None:
