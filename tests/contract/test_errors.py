@@ -923,7 +923,7 @@ def test_what_cannot_be_fused(sources: Any, error: type[Exception], message: str
 
 def test_what_cannot_be_fused_as_frames(posterior: errbar.Posterior) -> None:
     for wrong in (posterior.logits(inputs()), [gaussian()], None):
-        with pytest.raises(errbar.ArgumentError, match=r"Expected JointLogits, as posterior.joint_logits"):
+        with pytest.raises(errbar.ArgumentError, match=r"Expected JointLogits from posterior.joint_logits"):
             errbar.fuse_frames(wrong)  # type: ignore[arg-type]
     repeated = posterior.joint_logits(inputs()[[0, 0]])
     with pytest.raises(errbar.SingularCovarianceError, match=r"covariance R between the frames is singular"):
