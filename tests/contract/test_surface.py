@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ast
+import dataclasses
 import inspect
 import re
 import subprocess
