@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import errbar
 from errbar._base import linalg
 from errbar._base.memory import available_bytes
-from errbar._curvature import per_class
+from errbar._curvature.fisher import comes_apart_by_class
 from errbar._curvature.layout import layout_of
 from errbar._curvature.registry import structure_called
 from errbar._curvature.workload import LayerSize, Workload
@@ -295,7 +295,7 @@ def test_the_plan_sees_the_route_that_the_fit_takes(model: nn.Module, fisher: st
         sizes = {"batch": task.batch_size, "fisher": task.fisher, "dtype": task.dtype, "rank": 1}
         work = task.layout.workload(task.selection, **sizes)
         assert work.is_factored == task.route.factored
-        assert work.is_per_class == per_class.suits(task.fisher, returns_logits=task.route.identity)
+        assert work.is_per_class == comes_apart_by_class(task.fisher, returns_logits=task.route.identity)
         assert work.n == task.selection.n_parameters
 
 

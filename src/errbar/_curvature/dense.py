@@ -29,7 +29,7 @@ from errbar._base.triangles import (
     triangle_array,
 )
 from errbar._curvature import banded, packed, per_class
-from errbar._curvature.fisher import Fisher, fisher_matrix, weighted_rows
+from errbar._curvature.fisher import Fisher, comes_apart_by_class, fisher_matrix, weighted_rows
 from errbar._curvature.structure import Description, Factor, PairCoefficients, Structure, Sum, Summand, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
@@ -527,7 +527,7 @@ class DenseStructure(Structure):
 
     def _form(self, task: Task) -> str:
         assert task.route is not None
-        return "per_class" if per_class.suits(task.fisher, returns_logits=task.route.identity) else "dense"
+        return "per_class" if comes_apart_by_class(task.fisher, returns_logits=task.route.identity) else "dense"
 
     def cost(self, work: Workload) -> Cost:
         return per_class.cost(work) if work.is_per_class else cost(work)

@@ -28,6 +28,11 @@ def require_fisher(fisher: str) -> Fisher:
     return fisher  # type: ignore[return-value]
 
 
+def comes_apart_by_class(fisher: Fisher, *, returns_logits: bool) -> bool:
+    """Whether the information of one layer alone is one matrix for each class: Λ is diagonal, and so is ∂g/∂a."""
+    return returns_logits and fisher == "eta"
+
+
 def fisher_diagonal(logits: Float[Tensor, "B M"]) -> Float[Tensor, "B M"]:
     """η, the diagonal of Λ, in float64 because 1 − f loses everything in float32 when the network is sure."""
     probability = torch.softmax(logits.double(), 1)

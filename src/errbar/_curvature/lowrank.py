@@ -67,8 +67,9 @@ from errbar._curvature.workload import (
     drawing_products,
     row_bytes,
 )
-from errbar._derivative.full import RANDOM_IN_EVAL, quiet_vmap
+from errbar._derivative.full import RANDOM_IN_EVAL
 from errbar._derivative.route import Derivative
+from errbar._derivative.trace import quiet_vmap
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian

@@ -21,7 +21,7 @@ from errbar._base.json_fields import Fields
 from errbar._base.memory import require_memory
 from errbar._base.triangles import by_columns, from_triangle, positive_diagonal, read_jitter, triangle_array
 from errbar._curvature import packed
-from errbar._curvature.fisher import Fisher, fisher_diagonal
+from errbar._curvature.fisher import fisher_diagonal
 from errbar._curvature.structure import ClassCoefficients, Description, Refactorised, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload, by_device, drawing_bytes, drawing_products
@@ -33,11 +33,6 @@ from errbar._distributions.logits import LogitGaussian
 from errbar.errors import ModelError
 
 STAGED_SAMPLES = {"cpu": 4096, "cuda": 16384}
-
-
-def suits(fisher: Fisher, *, returns_logits: bool) -> bool:
-    """Whether the exact information comes apart by class: one layer alone, which returns the logits, with `eta`."""
-    return fisher == "eta" and returns_logits
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from errbar._base.container import Contents
 from errbar._curvature.fisher import weighted_rows
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload
-from errbar._derivative.route import Route, differentiate
+from errbar._derivative.route import Route
 from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import JointCovariance
@@ -222,8 +222,7 @@ class Structure(ABC):
     def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
         """The logits and their derivative in the network's own dtype, for some samples at a time."""
         assert task.route is not None
-        for part in task.route.chunks(batch, task.network.device):
-            yield differentiate(task.network, task.selection, task.route, part)
+        return task.route.derivatives(task.network, task.selection, batch)
 
     def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         """N(ĝ, P^g) of the inputs of a prepared batch, for some of them at a time."""

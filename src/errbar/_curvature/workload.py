@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from errbar._curvature.fisher import Fisher
+from errbar._curvature.fisher import Fisher, comes_apart_by_class
 from errbar._derivative import layerwise, route, shared
 from errbar._distributions.sampling import BLOCK_BYTES
 
@@ -97,17 +97,17 @@ class Workload:
 
     @property
     def is_factored(self) -> bool:
-        """Whether no Jacobian is formed: only plain layers, whose pairs of terms are cheaper than M n²."""
+        """Whether no Jacobian is formed: only plain layers, whose terms are cheaper."""
         if self.rest or not all(term.plain for term in self.terms):
             return False
-        total = sum(term.uses * term.size for term in self.terms)
-        squares = sum(term.uses * term.size**2 for term in self.terms)
-        return squares / 4 + (total**2 - squares) / 2 <= self.classes * self.n**2
+        return route.terms_are_cheaper(
+            [term.size for term in self.terms for _ in range(term.uses)], self.n, self.classes
+        )
 
     @property
     def is_per_class(self) -> bool:
-        single = len(self.terms) == 1 and self.terms[0].returns_logits
-        return single and self.is_factored and self.fisher == "eta"
+        single = len(self.terms) == 1 and self.is_factored
+        return single and comes_apart_by_class(self.fisher, returns_logits=self.terms[0].returns_logits)
 
     def of_module(self, module: str, size: int) -> Workload:
         """The part of one module alone, as a block of the structure `block`."""

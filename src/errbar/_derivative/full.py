@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from errbar._derivative.trace import quiet_vmap
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
@@ -35,17 +34,6 @@ def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Ten
         # Some operations have no batching rule (data-dependent control flow, fused recurrent kernels). If the model
         # itself is at fault, the plain loop raises its own error.
         return _one_by_one(network, selection, batch)
-
-
-@contextmanager
-def quiet_vmap() -> Iterator[None]:
-    """Without the warning that an operation is mapped over the batch one by one: it is slow and right."""
-    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
 
 
 def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +85,14 @@ class Route:
         layers = tuple(linear_layers(network, selection))
         few = batch.rows(0, 2)
         require_deterministic(network, few)
-        if sum(layer.outputs * layer.width for layer in layers) == selection.n_parameters:
+        if sum(layer.size for layer in layers) == selection.n_parameters:
             logits, terms = capture(network, layers, few)
             factors = [factor for part in (terms or {}).values() for factor in part]
             if (
                 terms is not None
-                and _terms_are_cheaper(factors, selection.n_parameters, logits.shape[1])
+                and terms_are_cheaper(
+                    [factor.layer.size for factor in factors], selection.n_parameters, logits.shape[1]
+                )
                 and _agrees(network, selection, layers, terms, few)
             ):
                 return Route(layers, identity=len(factors) == 1 and factors[0].outer is None)
@@ -124,6 +126,13 @@ class Route:
             limit = JACOBIAN_BYTES.get(device.type, JACOBIAN_BYTES["cpu"])
             size = min(max(1, limit // (8 * numbers)), self.by_layer.samples_at_a_time(device))
         return batch.parts(size)
+
+    def derivatives(
+        self, network: Network, selection: Selection, batch: Batch
+    ) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
+        """The logits of a prepared batch and their derivative, for some samples at a time."""
+        for part in self.chunks(batch, network.device):
+            yield differentiate(network, selection, self, part)
 
 
 def differentiate(
@@ -178,9 +187,9 @@ def _assembled(factors: tuple[LinearTerm, ...], n: int, classes: int) -> Float[T
     return explicit
 
 
-def _terms_are_cheaper(factors: list[LinearTerm], n: int, classes: int) -> bool:
-    """Multiplications a sample: all pairs of terms, a quarter where both are the same, against M n² for Jacobians."""
-    sizes = [factor.layer.outputs * factor.layer.width for factor in factors]
+def terms_are_cheaper(sizes: Sequence[int], n: int, classes: int) -> bool:
+    """Multiplications a sample: all pairs of terms of so many parameters, a quarter where both are the same, against
+    M n² for Jacobians."""
     total = sum(sizes)
     squares = sum(size**2 for size in sizes)
     return squares / 4 + (total**2 - squares) / 2 <= classes * n**2

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -19,9 +20,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from errbar._derivative.full import quiet_vmap
 from errbar._model.batch import Batch
-from errbar._model.network import Network, as_logits, run
+from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar.errors import ModelError
 
@@ -55,6 +55,11 @@ class LinearLayer:
     def width(self) -> int:
         """p, the length of h: the inputs, and one for the bias."""
         return (self.inputs if self.weight is not None else 0) + (1 if self.bias is not None else 0)
+
+    @property
+    def size(self) -> int:
+        """d p, the number of its selected parameters."""
+        return self.outputs * self.width
 
     def positions(self) -> Tensor:
         """Where parameter (output i, entry a of h) lies in the flat vector: (d, p)."""
@@ -265,7 +270,7 @@ def record(
     handles = [modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in noted]
     try:
         with torch.no_grad():
-            result = as_logits(run(replica, batch), len(batch), network.output)
+            result = network.logits(batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -282,7 +287,7 @@ def capture(
     trace = record(network, [layer.name for layer in layers], batch)
     result = trace.logits.detach()
     if any(
-        len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(batch) or calls[0].inputs.ndim < 2
+        len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(result) or calls[0].inputs.ndim < 2
         for calls in trace.calls.values()
     ):
         return result, None
@@ -296,6 +301,17 @@ def capture(
     held = [tensor for own in factors.values() for f in own for tensor in (f.inner, f.outer) if tensor is not None]
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in held), result.dtype)
     return result, {name: [factor.to(dtype) for factor in own] for name, own in factors.items()}
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Without the warning that an operation is mapped over the batch one by one: it is slow and right."""
+    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Float[Tensor, "k B M"]) -> list[Tensor]:

@@ -7,7 +7,6 @@ posterior computes what the saved one did; the layers it names are compared with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -85,11 +84,12 @@ def read_task(fields: Fields) -> Task:
     n_classes = fields.whole("n_classes", 2)
     parameters = fields.parts("parameters")
     names = tuple(part.text("name") for part in parameters)
-    selection = Selection(names, tuple(part.wholes("shape") for part in parameters))
+    shapes = tuple(part.wholes("shape") for part in parameters)
     # The product of half a million dimensions would take hours; torch has 64 at most.
-    if any(len(shape) > 64 for shape in selection.shapes):
+    if any(len(shape) > 64 for shape in shapes):
         raise DamagedFileError(f"{fields.where} has parameters of more than 64 dimensions.")
-    if not names or len(set(names)) != len(names) or not 1 <= _size(selection) < 2**50:
+    selection = Selection(names, shapes)
+    if not names or len(set(names)) != len(names) or not 1 <= selection.n_parameters < 2**50:
         raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
     plan = fields.part("plan")
     route = _read_route(plan, selection, structure, n_classes)
@@ -132,18 +132,13 @@ def _read_form(fields: Fields) -> Form | None:
     return fields.choice("unpack", FORMS) if "unpack" in fields else None  # type: ignore[return-value]
 
 
-def _size(selection: Selection) -> int:
-    """The number of parameters in whole numbers of any size; `torch.Size` would overflow."""
-    return sum(math.prod(shape) for shape in selection.shapes)
-
-
 def _read_route(fields: Fields, selection: Selection, structure: str, n_classes: int) -> Route | None:
     factored, identity = fields.flag("factored"), fields.flag("identity")
     layers = _read_layers(fields.parts("layers"), selection, shared=not factored)
     # Files of before norms were taken apart do not name any.
     names = fields.texts("norms") if "norms" in fields else ()
     norms = tuple(norm for norm in (norm_layer_in(selection, name) for name in names) if norm is not None)
-    covered = sum(layer.outputs * layer.width for layer in layers)
+    covered = sum(layer.size for layer in layers)
     lone = len(layers) == 1 and layers[0].outputs == n_classes
     factorable = covered == selection.n_parameters and structure != "kron"
     if (identity and not lone) or (factored and not factorable) or len(norms) < len(names):

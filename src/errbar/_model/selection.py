@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -17,18 +18,19 @@ from errbar.errors import MismatchError, SelectionError
 
 @dataclass(frozen=True)
 class Selection:
-    """Chosen parameters in the order of `model.named_parameters()`, each flattened row by row."""
+    """Chosen parameters in the order of `model.named_parameters()`, each flattened row by row.
+
+    `sizes` and their sum `n_parameters` follow from the shapes.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    n_parameters: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(int(torch.Size(shape).numel()) for shape in self.shapes)
-
-    @property
-    def n_parameters(self) -> int:
-        return sum(self.sizes)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(math.prod(shape) for shape in self.shapes))
+        object.__setattr__(self, "n_parameters", sum(self.sizes))
 
     def slices(self) -> dict[str, slice]:
         """Where each parameter lies in the flat vector."""
