@@ -6,7 +6,7 @@ known; `Task.on` puts a model in its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ class Task:
     sketch, and 1 for structures without one. `layout` is what the first pass showed, and `batch_size` what batches
     are expected to have; both are known in the process that made the fit, and not from a file. `unpack` is how batches
     were read, for those that come later, and `batch_form` what they were before that; files keep only the latter.
+    `dtype`, that of products, follows from the network and `precision`.
     """
 
     network: Network
@@ -44,15 +45,10 @@ class Task:
     batch_size: int = 1
     unpack: KeptUnpack | None = None
     batch_form: Form | None = None
+    dtype: torch.dtype = field(init=False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of products."""
-        return product_dtype(self.network, self.precision)
-
-    @property
-    def has_model(self) -> bool:
-        return not isinstance(self.network, AbsentNetwork)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", product_dtype(self.network, self.precision))
 
     def on(self, network: Network) -> Task:
         """The same task about a model that must have these parameters, in these layers."""
@@ -100,6 +96,8 @@ def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
 
 class AbsentNetwork(Network):
     """The network that a file is about: its fingerprint, its dtype and where its logits are; no model to run."""
+
+    has_model = False
 
     def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None) -> None:
         self.fingerprint = fingerprint

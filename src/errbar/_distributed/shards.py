@@ -184,7 +184,8 @@ def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _stream(data: Any, unpack: Unpack | None, title: str, progress: bool) -> Iterator[Batch]:
-    return track(batches(data, unpack), title, total=count_batches(data), enabled=progress)
+    stream = batches(data, unpack)
+    return track(stream, title, total=count_batches(data)) if progress else stream
 
 
 def _without_padding(data: Any) -> Any:

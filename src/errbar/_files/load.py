@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
@@ -181,7 +181,7 @@ def _posterior(
     bound = information.with_model(model, unpack=unpack, output=output)
     factor = _factor(contents, information, prior)
     if factor is None:
-        return condition(bound, prior).with_calibration(temperature=T, covariance_scale=scale)
+        return replace(condition(bound, prior), temperature=float(T), covariance_scale=float(scale))
     return Posterior(bound, prior, factor.to(bound.network.device), float(T), float(scale))
 
 
@@ -190,7 +190,7 @@ def _factor(contents: Contents, information: Information, prior: Prior) -> Facto
         return None
     diagonal = prior.diagonal(information.selection)
     structure = structure_called(information.structure)
-    return structure.read_factor(contents, information.total, diagonal, jitter_limit(information))
+    return structure.read_factor(contents, information.total, diagonal, jitter_limit(information.dtype))
 
 
 def _prior(contents: Contents, information: Information) -> Prior:

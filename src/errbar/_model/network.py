@@ -138,6 +138,9 @@ class Network:
     `output` says where the logits are in what it returns.
     """
 
+    # Not so for the network that a file is about.
+    has_model = True
+
     def __init__(self, model: nn.Module, output: Output = None) -> None:
         self.output = require_output(output)
         if isinstance(model, torch.export.ExportedProgram):

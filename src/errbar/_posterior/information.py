@@ -164,11 +164,12 @@ class Information:
 
     def _task_of_both(self, other: Information) -> Task:
         """The task of what two operands make: with the products of the rougher one, and with a model if one has it."""
-        with_model = self.task if self.task.has_model else other.task
+        with_model = self.task if self.network.has_model else other.task
         made = with_model
         if self.dtype != other.dtype:
             rough = min(self.task, other.task, key=lambda task: task.dtype.itemsize)
-            made = rough.on(with_model.network) if with_model.has_model and not rough.has_model else rough
+            lacking = with_model.network.has_model and not rough.network.has_model
+            made = rough.on(with_model.network) if lacking else rough
         reading = self.task if self.task.batch_form is not None else other.task
         return replace(made, unpack=self.task.unpack or other.task.unpack, batch_form=reading.batch_form)
 

@@ -132,10 +132,10 @@ class Posterior:
             yield gaussian
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
-        network = self.information.task.network
-        network.require_unchanged()
-        checks = Checks(network.device)
-        return checks, network.prepare(input_batch(x, unpack or self.unpack), checks)
+        task = self.information.task
+        task.network.require_unchanged()
+        checks = Checks(task.network.device)
+        return checks, task.network.prepare(input_batch(x, unpack or task.unpack), checks)
 
     def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
@@ -344,13 +344,14 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
         raise ArgumentError(f"prior is {prior!r}; expected errbar.Prior, for example errbar.Prior(1.0).")
     if model is not None:
         information = information.with_model(model)
-    elif not information.task.has_model:
+    elif not information.task.network.has_model:
         raise ArgumentError(
             "This information came from a file, and files hold no model; expected condition(information, prior, "
             "model=model) with the model that it is about."
         )
-    precision = prior.diagonal(information.selection).to(information.network.device)
-    factor = information.total.condition(precision, jitter_limit(information))
+    task = information.task
+    precision = prior.diagonal(task.selection).to(task.network.device)
+    factor = information.total.condition(precision, jitter_limit(task.dtype))
     if factor.jitter > 0:
         warnings.warn(
             f"The posterior precision needed jitter of {factor.jitter:.0e} of its mean diagonal: the prior "
@@ -358,7 +359,7 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
             UserWarning,
             stacklevel=2,
         )
-    elif information.dtype != torch.float64:
+    elif task.dtype != torch.float64:
         _warn_of_rounding(factor, precision)
     return Posterior(information, prior, factor)
 
@@ -376,9 +377,9 @@ def _warn_of_rounding(factor: Factor, precision: Float[Tensor, "n"]) -> None:
         )
 
 
-def jitter_limit(information: Information) -> float:
+def jitter_limit(dtype: torch.dtype) -> float:
     """Rounding of float32 products can leave eigenvalues below zero; the prior usually lifts them, jitter if not."""
-    return 1e-12 if information.dtype == torch.float64 else 1e-6
+    return 1e-12 if dtype == torch.float64 else 1e-6
 
 
 def fit(
