@@ -25,9 +25,9 @@ from errbar._curvature.block import BlockAccumulator, blocks
 from errbar._curvature.dense import DenseAccumulator
 from errbar._curvature.diagonal import DiagonalAccumulator, safe_precision
 from errbar._curvature.kronecker import KroneckerAccumulator, KroneckerSum
+from errbar._curvature.layout import inspect
 from errbar._curvature.task import product_dtype
 from errbar._derivative.full import jacobians
-from errbar._derivative.inspection import inspect
 from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar._derivative.route import Derivative, Route, differentiate
 from errbar._distributions.covariance import DiagonalCovariance, FactoredCovariance, JointCovariance
@@ -137,7 +137,7 @@ class Run:
         """As `collect` begins, with the first batch; no n × n matrix is made."""
         network, batch = Network(model), to_batch(x)
         with plain_execution(network.device):
-            layers = inspect(network, batch).layers
+            layers = inspect(network, batch).layout.ran
             selection = select_parameters(network, layers, last_layers=last_layers, parameters=parameters)
             dtype = product_dtype(network, precision)
             task = Asked(network, selection, Route.plan(network, selection, batch), fisher, dtype)

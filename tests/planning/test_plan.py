@@ -18,10 +18,9 @@ import errbar
 from errbar._base import linalg
 from errbar._base.memory import available_bytes
 from errbar._curvature.fisher import comes_apart_by_class
-from errbar._curvature.layout import layout_of
+from errbar._curvature.layout import inspect
 from errbar._curvature.registry import structure_called
 from errbar._curvature.workload import LayerSize, Workload
-from errbar._derivative.inspection import inspect
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
@@ -68,7 +67,7 @@ def test_every_structure_is_listed_for_every_number_of_layers() -> None:
 def test_a_parameter_of_the_model_itself_is_taken_to_be_used_from_the_start() -> None:
     network = Network(tempered())
     batch = Batch((torch.zeros(8, 4),))
-    seen = layout_of(network, batch, inspect(network, batch).layers)
+    seen = inspect(network, batch).layout
     own = Selection(("scale",), ((),))
     assert [event.module for event in seen.tail(own)] == ["layer"]
     assert seen.workload(own, batch=8, fisher="ggn", dtype=torch.float32, rank=5).tail_bytes == 4 * 3

@@ -1,45 +1,75 @@
-"""One pass of a few samples through the network, noting what its layers are and how large, and how long they take.
+"""What one look at a network tells, before anything is summed: its layers in order, how large they are, and whether it
+can be used at all.
 
-From a `Layout` the `Workload` of any selection of parameters follows without running the network again.
+Hooks of one pass tell which modules run, and their sizes; from the `Layout` that they make, the `Workload` of any
+selection of parameters follows without running the network again. The autograd graph behind the logits of a few samples
+tells the rest: on which parameters the logits depend, where a weight is used that no module call accounts for (a
+functional head, a tied one), and whether the last operation makes probabilities. Values are never looked at for that.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._curvature.fisher import Fisher
 from errbar._curvature.workload import LayerSize, Workload
+from errbar._derivative.full import RANDOM_IN_EVAL
 from errbar._derivative.norms import NormLayer, norm_layers
 from errbar._derivative.shared import SharedLayer, shared_layers
 from errbar._derivative.trace import own_parameters
 from errbar._model.batch import Batch
-from errbar._model.network import Network, as_logits, replicate, run
-from errbar._model.selection import Layer, Selection, owner, select
+from errbar._model.network import Event, Network, Observation, as_logits, replicate, run
+from errbar._model.selection import Layer, Selection, layers_that_ran, matching, owner, select
+from errbar.errors import ModelError, SelectionError
 
+# Operations that hand on what they are given: in another shape or dtype, a part of it, or a mean.
+_HANDS_ON = {
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T", "Transpose", "Permute", "Movedim", "Expand"),
+    *("Clone", "Alias", "ToCopy", "torch::autograd::CopyBackwards", "Select", "Slice", "Index", "IndexSelect", "Split"),
+    *("Unbind", "AsStrided", "Narrow", "Flip", "Roll", "Clamp", "ClampMin", "ClampMax", "Mean", "Max", "Amax"),
+    "MaskedFill",
+}
+# Operations by which whole numbers enter: what they take from a parameter depends on the input.
+_LOOKS_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
+# Operations whose operand that is not differentiated is as likely a constant as the input.
+_ELEMENTWISE = {"Mul", "Div", "Add", "Sub", "Rsub", "Pow", "Maximum", "Minimum", "Where", "Lerp", "MaskedFill"}
+_PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid", "Hardsigmoid": "hardsigmoid", "LogSigmoid": "logsigmoid"}
+_ODD_FOR_LOGITS = {
+    "Exp": "exp",
+    "Softplus": "softplus",
+    "Relu": "relu",
+    "Tanh": "tanh",
+    "Hardtanh": "hardtanh",
+    "Erf": "erf",
+}
+_ENDS_IN_PROBABILITIES = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid)
+_CHANGES_NOTHING = (nn.Identity, nn.Dropout, nn.Flatten)
 
-@dataclass(frozen=True)
-class Event:
-    """A module without children ran: its numbers of input and output for one sample, and when it had finished."""
-
-    module: str
-    inputs: int
-    outputs: int
-    seconds: float
+# Samples of the first graph, and of the largest.
+_FEW, _MOST = 2, 64
+# How far kernels for other sizes of a batch may be apart, relative to the largest logit.
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+_TENSOR_FLOAT = 4e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """What one pass showed: what ran, and how large it is.
 
-    `ran` are the layers that `last_layers` counts, in order. `layers` are the linear layers and convolutions whose
-    parameters are theirs alone, with positions counted in the whole flat vector; `uses` how often each was used for one
-    sample, and `calls` how often it was called. `norms` are the norm layers whose parameters are theirs alone.
+    `ran` are the layers that `last_layers` counts: those on which the logits depend, in the order in which they were
+    last used. `events` are the calls of modules without children, or with parameters of their own. `layers` are the
+    linear layers and convolutions whose parameters are theirs alone, with positions counted in the whole flat vector;
+    `uses` how often each was used for one sample, and `calls` how often it was called. `norms` are the norm layers
+    whose parameters are theirs alone.
     """
 
     network: Network
@@ -63,6 +93,12 @@ class Layout:
 
     def everything(self) -> Selection:
         return select(self.network, self.ran, last_layers=None, parameters="all")
+
+    def timed(self, observation: Observation) -> Layout:
+        """The same with the times of another pass: the first one through a network takes longer."""
+        own = {event.module for event in self.events}
+        events = tuple(event for event in observation.events if event.module in own)
+        return replace(self, events=events, seconds=observation.seconds)
 
     def tail(self, selection: Selection) -> Iterator[Event]:
         """What ran from the first selected module on: that is what is differentiated.
@@ -131,46 +167,6 @@ class Layout:
                 yield LayerSize(layer.name, layer.outputs, own.width, self.uses[layer.name], plain, returns)
 
 
-def layout_of(network: Network, batch: Batch, ran: tuple[Layer, ...], *, samples: int = 2) -> Layout:
-    """Run the first samples of a prepared batch through the network once; `ran` are its layers in order."""
-    few = batch.rows(0, min(samples, len(batch)))
-    size = len(few)
-    replica = replicate(network.module).eval()
-    modules = dict(replica.named_modules())
-    events: list[Event] = []
-    returned: dict[str, Tensor] = {}
-    calls: dict[str, int] = {}
-    leaves = {name for name, part in modules.items() if not any(part.children())}
-    leaves |= {name for name, _, _ in own_parameters(network, _every(network))}
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if name in leaves:
-                calls[name] = calls.get(name, 0) + 1
-                seconds = time.perf_counter() - start
-                events.append(Event(name, _numbers(args) // size, _numbers((output,)) // size, seconds))
-                if isinstance(output, Tensor):
-                    returned[name] = output
-
-        return hook
-
-    for name, part in modules.items():
-        part.register_forward_hook(note(name))
-    start = time.perf_counter()
-    result = run(replica, few)
-    seconds = time.perf_counter() - start
-    logits = as_logits(result, size, network.output)
-    layers = tuple(shared_layers(network, _every(network)))
-    outputs = {layer.name: layer.outputs for layer in layers}
-    uses: dict[str, int] = {}
-    for event in events:
-        if event.module in outputs:
-            uses[event.module] = uses.get(event.module, 0) + max(1, event.outputs // outputs[event.module])
-    returning = frozenset(name for name, output in returned.items() if output is logits and calls[name] == 1)
-    norms = tuple(norm for norm in norm_layers(network, _every(network)) if norm.name in calls)
-    return Layout(network, logits.shape[1], ran, tuple(events), layers, norms, uses, calls, returning, seconds)
-
-
 def _starts(layer: SharedLayer | NormLayer) -> set[int]:
     """Where the weight and the bias that are its own start in the flat vector."""
     return {start for start in (layer.weight_start, layer.bias_start) if start is not None}
@@ -181,5 +177,424 @@ def _every(network: Network) -> Selection:
     return Selection(tuple(name for name, _ in named), tuple(tuple(value.shape) for _, value in named))
 
 
-def _numbers(values: tuple[Any, ...]) -> int:
-    return sum(value.numel() for value in values if isinstance(value, Tensor))
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """The layout, and the graphs behind the logits, by which a selection is checked; layers in `idle` ran in vain.
+
+    `ending` is the last operation of the outputs, as autograd calls it: "Addmm", "LogSoftmax".
+    """
+
+    network: Network
+    batch: Batch
+    layout: Layout
+    idle: tuple[str, ...]
+    ending: str
+    graphs: tuple[_Graph, ...]
+
+    def require_gauge(self, fisher: str) -> None:
+        """`eta` is another matrix for log-probabilities than for the logits that they were made of."""
+        if fisher == "eta" and self.ending == "LogSoftmax":
+            raise ModelError(
+                "The model ends in a log-softmax, and fisher='eta' depends on the shift of the logits, which that "
+                "takes away; expected logits. Pass the model without its log-softmax, or use fisher='ggn', for which "
+                "log-probabilities are logits like any other.",
+                arguments={"fisher": ("eta", "ggn")},
+            )
+
+    def selected(self, *, last_layers: int | None, parameters: str | Sequence[str] | None) -> Selection:
+        """The parameters asked for, on which the logits do depend."""
+        layers = self.layout.ran
+        selection = select(self.network, layers, last_layers=last_layers, parameters=parameters, idle=self.idle)
+        self._require_dependence(selection, parameters)
+        if last_layers is not None:
+            self._warn_of_skipped(selection)
+        return selection
+
+    def _require_dependence(self, selection: Selection, parameters: str | Sequence[str] | None) -> None:
+        """Refuse parameters whose derivative is exactly zero: all of them, or all that go by one of the names given."""
+        asked: dict[str, set[str]] = {"": set(selection.names)}
+        if parameters is not None and parameters not in ("all", "trainable"):
+            every = dict(self.network.module.named_parameters(remove_duplicate=False))
+            first = {id(value): name for name, value in self.network.module.named_parameters()}
+            given = [parameters] if isinstance(parameters, str) else list(parameters)
+            asked = {name: {first[id(every[found])] for found in matching(list(every), name)} for name in given}
+        for name in self._without_derivative(asked):
+            what = f"'{name}'" if name else "any of the selected parameters"
+            instead = f" {_listed(self.layout.ran)}" if name else ""
+            raise SelectionError(
+                f"The logits do not depend on {what}: their derivative is exactly zero over the first batch. Expected "
+                "parameters that the logits are computed from; they may belong to another head, take no part in the "
+                "forward pass, or be cut off by detach() or torch.no_grad()."
+                f"{instead}"
+            )
+
+    def _without_derivative(self, asked: Mapping[str, set[str]]) -> list[str]:
+        """The keys of `asked` under which no parameter has a derivative anywhere in the batch."""
+        left = dict(asked)
+        for part in _growing(self.batch):
+            graph = self.graphs[0] if part is None else _Graph.of(self.network, part)
+            names = sorted(set().union(*left.values()))
+            moved = graph.with_derivative(names)
+            left = {key: names for key, names in left.items() if not names & moved}
+            if not left:
+                break
+        return list(left)
+
+    def _warn_of_skipped(self, selection: Selection) -> None:
+        """Say which parameters reach the logits by a way that meets none of the selected ones."""
+        skipped = set().union(*(graph.beside(set(selection.names)) for graph in self.graphs))
+        if skipped:
+            named = [name for name, _ in self.network.module.named_parameters() if name in skipped]
+            shown = ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")
+            warnings.warn(
+                f"The last layers ({', '.join(selection.names[:6])}) leave out parameters that are as near to the "
+                f"logits: {shown}. Their uncertainty is not counted; select them by name, with parameters=[...].",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def inspect(network: Network, batch: Batch) -> Inspection:
+    """Look at the network with a prepared batch; `ModelError` for a model that cannot be used."""
+    observation = network.observed(batch)
+    order = observation.order
+    graphs = [_Graph.of(network, batch.rows(0, _FEW))]
+    ending = _ending(graphs[0].logits.grad_fn)
+    _require_logits(network, order, ending)
+    _require_separate_samples(network, batch, observation.logits)
+    ran = [Layer.of(network.module, name) for name, _ in layers_that_ran(network.module, order)]
+    for part in _growing(batch):
+        # Layers that only some samples reach, as experts do: until each has run, or the batch is over.
+        if all(any(layer.name in graph.finished for graph in graphs) for layer in ran):
+            break
+        if part is not None:
+            graphs.append(_Graph.of(network, part))
+    used = set().union(*(graph.used() for graph in graphs))
+    places: dict[str, int] = {}
+    for graph in graphs:
+        for name, place in graph.places(ran).items():
+            places[name] = max(place, places.get(name, 0))
+    layout = _layout(network, observation, _in_order(network.module, ran, used, places))
+    idle = tuple(layer.name for layer in ran if not used & set(layer.parameters))
+    return Inspection(network, batch, layout, idle, ending, tuple(graphs))
+
+
+def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...]) -> Layout:
+    every = _every(network)
+    leaves = {name for name, part in network.module.named_modules() if not any(part.children())}
+    leaves |= {name for name, _, _ in own_parameters(network, every)}
+    events = tuple(event for event in observation.events if event.module in leaves)
+    calls = Counter(event.module for event in events)
+    layers = tuple(shared_layers(network, every))
+    outputs = {layer.name: layer.outputs for layer in layers}
+    uses: dict[str, int] = {}
+    for event in events:
+        if event.module in outputs:
+            uses[event.module] = uses.get(event.module, 0) + max(1, event.outputs // outputs[event.module])
+    return Layout(
+        network,
+        observation.logits.shape[1],
+        ran,
+        events,
+        layers,
+        tuple(norm for norm in norm_layers(network, every) if norm.name in calls),
+        uses,
+        dict(calls),
+        frozenset(name for name in observation.returning if calls[name] == 1),
+        observation.seconds,
+    )
+
+
+def _growing(batch: Batch) -> Iterator[Batch | None]:
+    """The batch in parts that grow; None for the first, of which there is a graph already."""
+    start, size = _FEW, _FEW
+    yield None
+    while start < len(batch):
+        yield batch.rows(start, min(start + size, len(batch)))
+        start, size = start + size, min(2 * size, _MOST)
+
+
+def _in_order(module: nn.Module, ran: Sequence[Layer], used: set[str], places: Mapping[str, int]) -> tuple[Layer, ...]:
+    """The layers on which the logits depend: modules that ran, and weights that are used without their module.
+
+    A weight that is used outside the call of its module, after it, takes its layer along. One whose module never ran
+    is a layer by itself, with what else of its owner is used at that place; scales, temperatures and other parameters
+    of one dimension are none.
+    """
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    matrices = {name for name, shape in shapes.items() if sum(size > 1 for size in shape) > 1}
+    positions: list[tuple[int, Layer]] = []
+    for index, layer in enumerate(ran):
+        later = [places[name] for name in layer.parameters if name in places and name in matrices]
+        if used & set(layer.parameters):
+            positions.append((max([index, *later]), layer))
+    belong = {name for layer in ran for name in layer.parameters}
+    alone: dict[tuple[int, str], list[str]] = {}
+    for name in shapes:
+        if name in places and name not in belong:
+            alone.setdefault((places[name], owner(name)), []).append(name)
+    for (place, _), names in alone.items():
+        if matrices & set(names):
+            positions.append((place, Layer(" and ".join(names), tuple(names))))
+    # What stands at the place of a module was used before it finished; at places beyond the last one, after all.
+    return tuple(layer for _, layer in sorted(positions, key=lambda entry: (entry[0], entry[1] in ran)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """The logits of a few samples with the autograd graph to all floating-point parameters, and the calls of modules.
+
+    `calls` has for each module when its calls began and ended, `finished` when the last one ended, by the numbers that
+    autograd gives its nodes.
+    """
+
+    logits: Float[Tensor, "B M"]
+    leaves: dict[str, Tensor]
+    calls: dict[str, list[tuple[int, int]]]
+    finished: dict[str, int]
+
+    @staticmethod
+    def of(network: Network, batch: Batch) -> _Graph:
+        replica = replicate(network.module).eval()
+        every = network.module.named_parameters()
+        leaves = {name: value.detach().requires_grad_() for name, value in every if value.is_floating_point()}
+        begun: dict[str, list[int]] = {}
+        calls: dict[str, list[tuple[int, int]]] = {}
+
+        def begin(name: str) -> Any:
+            def hook(*_: Any) -> None:
+                begun.setdefault(name, []).append(_now())
+
+            return hook
+
+        def end(name: str) -> Any:
+            def hook(*_: Any) -> None:
+                calls.setdefault(name, []).append((begun[name].pop(), _now()))
+
+            return hook
+
+        for name, part in replica.named_modules():
+            # Before hooks of the user, which may compute a weight (the older spectral norm).
+            part.register_forward_pre_hook(begin(name), prepend=True)
+            part.register_forward_hook(end(name))
+        with torch.enable_grad():
+            logits = as_logits(run(replica, batch, leaves), len(batch), network.output)
+        finished = {name: max(stop for _, stop in own) for name, own in calls.items()}
+        made = _Graph(logits, leaves, calls, finished)
+        if not made.used():
+            raise ModelError(
+                "The logits do not depend on any parameter of the model, as far as autograd can tell; expected logits "
+                "that can be differentiated. The forward pass may run under torch.no_grad(), or detach() its outputs."
+            )
+        return made
+
+    def nodes(self) -> Iterator[Any]:
+        """All nodes behind the logits, each once."""
+        found, left = set(), [self.logits.grad_fn]
+        while left:
+            node = left.pop()
+            if node is not None and node not in found:
+                found.add(node)
+                left += [child for child, _ in node.next_functions]
+                yield node
+
+    def uses(self) -> Iterator[tuple[str, int]]:
+        """Each use of a parameter on a way to the logits, and when it was."""
+        names = {id(leaf): name for name, leaf in self.leaves.items()}
+        for node in self.nodes():
+            for child, _ in node.next_functions:
+                name = names.get(id(getattr(child, "variable", None)))
+                if name is not None:
+                    yield name, node._sequence_nr()
+
+    def used(self) -> set[str]:
+        """The parameters on which the logits depend."""
+        return {name for name, _ in self.uses()}
+
+    def places(self, ran: Sequence[Layer]) -> dict[str, int]:
+        """For parameters that are used outside the calls of their layers: how many layers had finished before."""
+        found: dict[str, int] = {}
+        for name, when in self.uses():
+            own = [call for layer in ran if name in layer.parameters for call in self.calls.get(layer.name, [])]
+            if not any(start < when < stop for start, stop in own):
+                after = [i for i, layer in enumerate(ran) if self.finished.get(layer.name, -1) > when]
+                found[name] = max(min(after, default=len(ran)), found.get(name, 0))
+        return found
+
+    def with_derivative(self, names: Sequence[str]) -> set[str]:
+        """Those of some parameters by which a random combination of the logits has a derivative other than zero."""
+        known = [name for name in names if name in self.leaves]
+        if not known:
+            return set()
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(self.logits.shape, generator=generator).to(self.logits)
+        try:
+            gradients = torch.autograd.grad(
+                self.logits, [self.leaves[name] for name in known], vectors, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            raise ModelError(
+                f"The model cannot be differentiated by its parameters: {error} Expected operations that autograd can "
+                "go back through; with activation checkpoints, pass use_reentrant=False."
+            ) from error
+        return {name for name, gradient in zip(known, gradients, strict=True) if _has_values(gradient)}
+
+    def beside(self, selected: set[str]) -> set[str]:
+        """Parameters that are the first on a way from the logits back to the input, and are not selected.
+
+        A way ends where a value of selected parameters alone comes in, or a matrix of others; scales and shifts of
+        others are noted on the way.
+        """
+        names = {id(leaf): name for name, leaf in self.leaves.items()}
+        behind = self._parameters_behind(names)
+        found: set[str] = set()
+        if behind[self.logits.grad_fn] is not None:
+            return found  # where the input comes in cannot be told
+        seen, left = set(), [self.logits.grad_fn]
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            fixed = [own for own in map(behind.__getitem__, _children(node)) if own]
+            found |= {name for own in fixed for name in own - selected}
+            is_end = any(own <= selected or any(self.leaves[name].ndim > 1 for name in own) for own in fixed)
+            if not is_end:
+                left += [child for child in _children(node) if behind[child] is None]
+        return found
+
+    def _parameters_behind(self, names: Mapping[int, str]) -> dict[Any, frozenset[str] | None]:
+        """Of each node, the parameters that its value is computed from; None where the input takes part."""
+        known: dict[Any, frozenset[str] | None] = {}
+        left = [self.logits.grad_fn]
+        while left:
+            node = left[-1]
+            children = _children(node)
+            missing = [child for child in children if child not in known]
+            if missing:
+                left += missing
+                continue
+            left.pop()
+            variable = id(getattr(node, "variable", None))
+            parts = [known[child] for child in children]
+            is_input = len(children) < len(node.next_functions) and _operation(node) not in _ELEMENTWISE  # type: ignore[union-attr]
+            takes_part = is_input or _operation(node) in _LOOKS_UP or any(part is None for part in parts)
+            own = frozenset({names[variable]} if variable in names else ())
+            known[node] = None if takes_part else own.union(*(part for part in parts if part is not None))
+        return known
+
+
+def _now() -> int:
+    """The number that autograd gives to a node made now: they grow."""
+    with torch.inference_mode(False), torch.enable_grad():
+        made = torch.zeros((), requires_grad=True).view(())
+        return int(made.grad_fn._sequence_nr())  # type: ignore[union-attr]
+
+
+def _operation(node: Any) -> str:
+    """What a node of autograd differentiates: "Softmax" for SoftmaxBackward0."""
+    return re.sub(r"(Backward)?\d*$", "", node.name())
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _origin(node: Any) -> Any:
+    """What a node hands on: what lies behind operations that change little."""
+    while _operation(node) in _HANDS_ON and len(_children(node)) == 1:
+        (node,) = _children(node)
+    return node
+
+
+def _ending(node: Any) -> str:
+    node = _origin(node)
+    name, children = _operation(node), _children(node)
+    if name in ("Cat", "Stack"):
+        # The pair (1 − p, p) of a binary classifier is as much a probability as p.
+        parts = [_children(child)[0] if _operation(child) == "Rsub" else child for child in children]
+        kinds = {_ending(part) for part in parts}
+        return kinds.pop() if len(kinds) == 1 else ""
+    if name == "Log":
+        below = _origin(children[0])
+        # ln(p + ε)
+        kinds = {_ending(part) for part in ([below] if _operation(below) != "Add" else _children(below))}
+        return f"Log{kinds.pop()}" if kinds in ({"Softmax"}, {"Sigmoid"}) else name
+    return name
+
+
+def _require_logits(network: Network, order: Sequence[str], ending: str) -> None:
+    """Refuse outputs that are probabilities, and warn of operations at the end that logits are not made by."""
+    if ending in _PROBABILITIES:
+        modules = dict(network.module.named_modules())
+        leaves = [name for name in order if not any(modules[name].children())]
+        while leaves and isinstance(modules[leaves[-1]], _CHANGES_NOTHING):
+            leaves.pop()
+        if leaves and isinstance(modules[leaves[-1]], _ENDS_IN_PROBABILITIES):
+            kind = type(modules[leaves[-1]]).__name__
+            raise ModelError(
+                f"The model ends in a {kind} ('{leaves[-1]}'), so it returns probabilities; expected logits. Pass the "
+                f"model without its {kind}."
+            )
+        kind = _PROBABILITIES[ending]
+        raise ModelError(
+            f"The model's outputs are what a {kind} returned, so they are probabilities; expected logits. Return what "
+            f"goes into the {kind} from forward(), or pass a module that does."
+        )
+    if ending in _ODD_FOR_LOGITS:
+        kind = _ODD_FOR_LOGITS[ending]
+        warnings.warn(
+            f"The model's outputs are what {kind} returned, which logits hardly ever are; their softmax is taken all "
+            f"the same. If the model was not trained with that softmax, return what goes into the {kind}.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tensor, "B M"]) -> None:
+    """Refuse a model whose result for one input depends on the others: a batch is compared with its first half.
+
+    Kernels differ with the size of a batch. What is more than their rounding has to be there as well in a batch of the
+    same size with other samples in its second half.
+    """
+    size, half = len(batch), len(batch) // 2
+    if half == 0:
+        return
+    kinds = [p.dtype for p in network.module.parameters() if p.is_floating_point()]
+    rounding = max(_ROUNDING.get(kind, 4 * torch.finfo(kind).eps) for kind in [*kinds, logits.dtype])
+    if network.device.type == "cuda" and rounding < _TENSOR_FLOAT and torch.float64 not in kinds:
+        rounding = _TENSOR_FLOAT
+    expected = logits[:half]
+
+    def differs(other: Float[Tensor, "k M"]) -> bool:
+        return bool(((other[:half] - expected).abs() > rounding * expected.abs().amax()).any())
+
+    if not differs(network.logits(batch.rows(0, half))):
+        return
+    if differs(network.logits(batch)):
+        raise ModelError(RANDOM_IN_EVAL)
+
+    def with_another_end(value: Tensor) -> Tensor:
+        return torch.cat([value[:half], value[:1].expand(size - half, *value.shape[1:])]) if _runs(value) else value
+
+    def _runs(value: Tensor) -> bool:
+        return value.ndim > 0 and len(value) == size
+
+    if differs(network.logits(batch.map(with_another_end))):
+        raise ModelError(
+            "The model mixes samples: its logits for the first half of a batch are others than in the whole batch, so "
+            "one input's result depends on the others. Expected a model that treats samples independently; replace "
+            "what is computed over the batch (a mean, a batch norm in training mode) by fixed numbers."
+        )
+
+
+def _listed(layers: Sequence[Layer]) -> str:
+    shown = [layer.name or "(the model itself)" for layer in layers[-6:]]
+    more = f"{len(layers) - 6} more and " if len(layers) > 6 else ""
+    return f"The logits depend on {more}{', '.join(shown)}."
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    return bool(((gradient.coalesce().values() if gradient.is_sparse else gradient) != 0).any())

@@ -10,8 +10,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -248,23 +251,57 @@ class Network:
         returned = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
         return as_logits(returned, len(batch), self.output)
 
-    def execution_order(self, batch: Batch) -> tuple[list[str], Float[Tensor, "B M"]]:
-        """Names of the modules in the order in which they last finished, and the logits of the batch."""
+    def observed(self, batch: Batch) -> Observation:
+        """One pass of a prepared batch through all modules, noting each call as it ends."""
         replica = replicate(self.module).eval()
-        names: dict[str, None] = {}
+        size = len(batch)
+        events: list[Event] = []
+        # Weakly, so that no more is held than the pass itself holds.
+        last: dict[str, weakref.ref[Tensor]] = {}
 
         def note(name: str) -> Any:
-            def hook(*_: Any) -> None:
-                names.pop(name, None)
-                names[name] = None
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                is_tensor = isinstance(output, Tensor)
+                events.append(Event(name, output.numel() // size if is_tensor else 0, time.perf_counter() - start))
+                if is_tensor:
+                    last[name] = weakref.ref(output)
 
             return hook
 
         for name, part in replica.named_modules():
             part.register_forward_hook(note(name))
         with _refused({id(part) for part in self.module.modules()}):
-            output = run(replica, batch)
-        return list(names), as_logits(output, len(batch), self.output)
+            start = time.perf_counter()
+            returned = run(replica, batch)
+            seconds = time.perf_counter() - start
+        logits = as_logits(returned, size, self.output)
+        returning = frozenset(name for name, output in last.items() if output() is logits)
+        return Observation(logits, tuple(events), returning, seconds)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call of a module ended: how many numbers the tensor that it returned has for one sample, and when that was."""
+
+    module: str
+    outputs: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What one pass showed; `returning` are the modules that last returned the logits themselves."""
+
+    logits: Float[Tensor, "B M"]
+    events: tuple[Event, ...]
+    returning: frozenset[str]
+    seconds: float
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the modules in the order in which they last finished."""
+        last = dict.fromkeys(event.module for event in reversed(self.events))
+        return list(reversed(last))
 
 
 @contextmanager

@@ -18,12 +18,11 @@ from errbar._base.checks import Checks, require_option, whole_number
 from errbar._base.execution import plain_execution
 from errbar._base.memory import readable, usable_bytes
 from errbar._curvature.fisher import require_fisher
-from errbar._curvature.layout import Layout, layout_of
+from errbar._curvature.layout import Layout, inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.task import product_dtype
 from errbar._curvature.workload import Cost, Workload
-from errbar._derivative.inspection import inspect
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
@@ -134,7 +133,7 @@ def plan(
         few = batch.rows(0, _FEW)
         inspection = inspect(network, few)  # this call refuses unsupported models
         inspection.require_gauge(kind)
-        layout = layout_of(network, few, inspection.layers, samples=_FEW)
+        layout = inspection.layout.timed(network.observed(few))
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = _Speed.of(network, batch, dtype)
     options = []

@@ -19,17 +19,16 @@ from torch import Tensor, nn
 from errbar._base.checks import Checks, require_option
 from errbar._base.execution import plain_execution
 from errbar._curvature.fisher import Fisher, require_fisher
-from errbar._curvature.layout import layout_of
+from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.structure import Rows
 from errbar._curvature.task import Task
-from errbar._derivative.inspection import inspect
 from errbar._distributed.shards import first_batch_of, opened
 from errbar._distributed.team import Team, team_of
 from errbar._model.batch import Batch, Unpack, checked_labels, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
-from errbar._model.selection import require_one_question, select
+from errbar._model.selection import require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
 from errbar._posterior.information import Information
 from errbar.errors import DataError
@@ -109,20 +108,15 @@ def collect(
             batch = network.prepare(example.batch, Checks(network.device))
             inspection = inspect(network, batch)
             inspection.require_gauge(kind)
-            layers, idle = inspection.layers, inspection.idle
-            selection = select(network, layers, last_layers=last_layers, parameters=parameters, idle=idle)
-            inspection.require_dependence(selection, parameters)
-            if last_layers is not None:
-                inspection.warn_of_skipped(selection)
-            classes = inspection.logits.shape[1]
+            layout = inspection.layout
             task = Task(
                 network,
-                selection,
+                inspection.selected(last_layers=last_layers, parameters=parameters),
                 structure,
                 kind,
-                classes,
+                layout.classes,
                 precision,  # type: ignore[arg-type]
-                layout=layout_of(network, batch, layers),
+                layout=layout,
                 batch_size=example.size or len(batch),
                 unpack=kept,
                 batch_form=form,
