@@ -56,11 +56,11 @@ def opened(
 ) -> Iterator[Batch]:
     """The batches of this rank, to be read within a step; the first one is read here. A collective call."""
     if team.is_alone:
-        return _stream(_without_padding(data), unpack, title, progress)
+        return stream_of(data, unpack, title=title, progress=progress)
 
     def begin() -> tuple[Iterator[Batch], Shard]:
         shard = _shard_of(data, team)
-        stream = _stream(shard.data, unpack, title, progress and team.leads)
+        stream = stream_of(shard.data, unpack, title=title, progress=progress and team.leads)
         first = next(stream, None)
         if shard.kind == _OWN:
             shard = Shard(data, _OWN, () if first is None else (digest_of((first.args, first.kwargs)),))
@@ -183,7 +183,9 @@ def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
         )
 
 
-def _stream(data: Any, unpack: Unpack | None, title: str, progress: bool) -> Iterator[Batch]:
+def stream_of(data: Any, unpack: Unpack | None, *, title: str, progress: bool) -> Iterator[Batch]:
+    """The batches that one process reads by itself."""
+    data = _without_padding(data)
     stream = batches(data, unpack)
     return track(stream, title, total=count_batches(data)) if progress else stream
 

@@ -9,6 +9,7 @@ from errbar._base.memory import available_bytes, readable, usable_bytes
 from errbar._curvature.layout import Layout
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.structure import Structure
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Workload
 from errbar._model.selection import Selection
@@ -36,7 +37,7 @@ def structure_that_fits(task: Task, rank: int) -> str:
     return structure
 
 
-def require_fits(task: Task) -> None:
+def require_fits(task: Task, structure: Structure) -> None:
     """Refuse what would not fit, before anything large is allocated.
 
     A task from a file has no layout, but then sums of that size are in memory already.
@@ -44,7 +45,7 @@ def require_fits(task: Task) -> None:
     if task.layout is None:
         return
     rank = task.rank if task.route is None else DEFAULT_RANK
-    peak = structure_called(task.structure).cost(_workload(task, task.selection, rank)).peak_bytes
+    peak = structure.cost(_workload(task, task.selection, rank)).peak_bytes
     if peak > usable_bytes(task.network.device):
         raise _refusal(task, task.structure, rank, "")
 

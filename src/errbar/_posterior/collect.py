@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,13 +19,13 @@ from torch import Tensor, nn
 
 from errbar._base.checks import Checks, require_option
 from errbar._base.execution import plain_execution
-from errbar._curvature.fisher import Fisher, require_fisher
+from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.structure import Rows
 from errbar._curvature.task import Task
-from errbar._distributed.shards import first_batch_of, opened
+from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._model.batch import Batch, Unpack, checked_labels, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
@@ -34,6 +35,7 @@ from errbar._posterior.information import Information
 from errbar.errors import DataError
 
 DEFAULT_EVERY = 100
+_TITLE = "Collecting"
 
 
 def collect(
@@ -81,68 +83,24 @@ def collect(
             the same result; False for this process alone; or a ProcessGroup. `_distributed.shards` says who reads what.
         progress: show progress with the time left.
     """
+    request = Request(
+        model=model,
+        last_layers=last_layers,
+        parameters=parameters,
+        fisher=fisher,
+        structure=structure,
+        rank=rank,
+        precision=precision,
+        unpack=unpack,
+        output=output,
+        checkpoint=checkpoint,
+        every=every,
+    )
     team = team_of(group)
-
-    def checked() -> tuple[str | None, Fisher, Network]:
-        require_one_question(last_layers, parameters)
-        file = None
-        if checkpoint is not None:
-            from errbar._files.checkpoint import require_checkpoint
-
-            file = require_checkpoint(checkpoint, every, rank=team.rank, ranks=team.size)
-        kind = require_fisher(fisher)
-        require_option("structure", structure, (*structure_names(), "auto"))
-        require_option("precision", precision, (None, "float64"))
-        return file, kind, Network(model, output)
-
-    file, kind, network = team.together(checked)
-    stream = opened(data, unpack, team, title="Collecting", progress=progress)
-    first = next(stream, None)
-    example = first_batch_of(first, team)
-
-    form = None if unpack is None else example.batch.form
-    kept = kept_unpack(unpack, form)
-
-    def asked() -> tuple[Task, Batch]:
-        with plain_execution(network.device):
-            batch = network.prepare(example.batch, Checks(network.device))
-            inspection = inspect(network, batch)
-            inspection.require_gauge(kind)
-            layout = inspection.layout
-            task = Task(
-                network,
-                inspection.selected(last_layers=last_layers, parameters=parameters),
-                structure,
-                kind,
-                layout.classes,
-                precision,  # type: ignore[arg-type]
-                layout=layout,
-                batch_size=example.size or len(batch),
-                unpack=kept,
-                batch_form=form,
-            )
-            del inspection  # the graph behind it
-            return replace(task, structure=structure_that_fits(task, rank)) if structure == "auto" else task, batch
-
-    task, batch = team.together(asked)
-    # What fits on every rank is what fits on the one with the least memory.
-    taken = max(team.exchange(task.structure), key=structure_names().index)
-
-    def planned() -> Task:
-        with plain_execution(network.device):
-            chosen = structure_called(taken)
-            route = chosen.route(network, task.selection, batch)
-            return replace(task, structure=taken, rank=chosen.rank(rank), route=route)
-
-    task = team.together(planned)
-    team.require_same(task.facts())
-    whole = stream if first is None else chain([first], stream)
-    if file is None:
-        information = accumulate_over(team, task, whole)
+    if team.is_alone:
+        information = _collect_alone(request, data, progress=progress)
     else:
-        information = _combined_over(
-            team, lambda: _accumulate_in_parts(task, whole, file, every, may_be_empty=not team.is_alone)
-        )
+        information = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
         warnings.warn(
             "The data hold no information at all: the model is so sure of every sample that Λ = diag f − f fᵀ is "
@@ -153,8 +111,80 @@ def collect(
     return information
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a call of `collect` asks for, as the user put it."""
+
+    model: nn.Module
+    last_layers: int | None
+    parameters: str | Sequence[str] | None
+    fisher: str
+    structure: str
+    rank: int
+    precision: str | None
+    unpack: Unpack | None
+    output: Output
+    checkpoint: str | os.PathLike[str] | None
+    every: int
+
+    def checked(self, rank: int = 0, ranks: int = 1) -> tuple[str | None, Network]:
+        """The checkpoint of this one of `ranks` ranks and the network, after all that can be refused without data."""
+        require_one_question(self.last_layers, self.parameters)
+        file = None
+        if self.checkpoint is not None:
+            from errbar._files.checkpoint import require_checkpoint
+
+            file = require_checkpoint(self.checkpoint, self.every, rank=rank, ranks=ranks)
+        require_fisher(self.fisher)
+        require_option("structure", self.structure, (*structure_names(), "auto"))
+        require_option("precision", self.precision, (None, "float64"))
+        return file, Network(self.model, self.output)
+
+    def task(self, network: Network, first: Batch, size: int) -> tuple[Task, Batch]:
+        """What the first batch decides, all but the route, and that batch prepared; batches will be of `size`."""
+        with plain_execution(network.device):
+            batch = network.prepare(first, Checks(network.device))
+            inspection = inspect(network, batch)
+            inspection.require_gauge(self.fisher)
+            form = None if self.unpack is None else first.form
+            task = Task(
+                network,
+                inspection.selected(last_layers=self.last_layers, parameters=self.parameters),
+                self.structure,
+                self.fisher,  # type: ignore[arg-type]
+                inspection.layout.classes,
+                self.precision,  # type: ignore[arg-type]
+                layout=inspection.layout,
+                batch_size=size,
+                unpack=kept_unpack(self.unpack, form),
+                batch_form=form,
+            )
+            del inspection  # the graph behind it
+            if self.structure == "auto":
+                task = replace(task, structure=structure_that_fits(task, self.rank))
+            return task, batch
+
+    def routed(self, task: Task, batch: Batch) -> Task:
+        """The task with the way to differentiate, by the first batch."""
+        structure = structure_called(task.structure)
+        with plain_execution(task.network.device):
+            route = structure.route(task.network, task.selection, batch)
+        return replace(task, rank=structure.rank(self.rank), route=route)
+
+
+def _collect_alone(request: Request, data: Any, *, progress: bool) -> Information:
+    file, network = request.checked()
+    stream = stream_of(data, request.unpack, title=_TITLE, progress=progress)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("The data are empty: expected at least one batch.")
+    task = request.routed(*request.task(network, first, len(first)))
+    whole = chain([first], stream)
+    return accumulate(task, whole) if file is None else _accumulate_in_parts(task, whole, file, request.every)
+
+
 def _accumulate_in_parts(
-    task: Task, stream: Iterator[Batch], path: str, every: int, *, may_be_empty: bool
+    task: Task, stream: Iterator[Batch], path: str, every: int, *, may_be_empty: bool = False
 ) -> Information:
     """The information of a stream, stored after every so many batches, from where a checkpoint left off."""
     from errbar._files.checkpoint import CountedStream, resume, store
@@ -168,16 +198,33 @@ def _accumulate_in_parts(
     return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
 
 
+def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> Information:
+    """The same by several ranks, which agree after each step. A collective call."""
+    file, network = team.together(lambda: request.checked(team.rank, team.size))
+    stream = opened(data, request.unpack, team, title=_TITLE, progress=progress)
+    first = next(stream, None)
+    example = first_batch_of(first, team)
+    task, batch = team.together(lambda: request.task(network, example.batch, example.size))
+    # What fits on every rank is what fits on the one with the least memory.
+    structure = max(team.exchange(task.structure), key=structure_names().index)
+    routed = team.together(lambda: request.routed(replace(task, structure=structure), batch))
+    team.require_same(routed.facts())
+    whole = stream if first is None else chain([first], stream)
+    if file is None:
+        return accumulate_over(team, routed, whole)
+    parts = partial(_accumulate_in_parts, routed, whole, file, request.every, may_be_empty=True)
+    return _summed_over(team, team.together(parts))
+
+
 def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], keep: Rows | None = None) -> Information:
     """The information of what all ranks of a team read, the same on each of them. A collective call."""
-    return _combined_over(team, lambda: accumulate(task, stream, keep, may_be_empty=not team.is_alone))
-
-
-def _combined_over(team: Team, accumulated: Callable[[], Information]) -> Information:
-    """The sum of what each rank of a team makes of its part."""
-    own = team.together(accumulated)
     if team.is_alone:
-        return own
+        return accumulate(task, stream, keep)
+    return _summed_over(team, team.together(lambda: accumulate(task, stream, keep, may_be_empty=True)))
+
+
+def _summed_over(team: Team, own: Information) -> Information:
+    """The sum of what each rank of a team made of its part."""
     parts = team.exchange((own.n_samples, own.log_likelihood))
     counts = [count for count, _ in parts]
     likelihoods = [likelihood for count, likelihood in parts if count > 0]
@@ -199,13 +246,13 @@ def accumulate(
     may_be_empty: bool = False,
 ) -> Information:
     """The information of a stream of batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
-    require_fits(task)
-    network = task.network
+    structure, network = structure_called(task.structure), task.network
+    require_fits(task, structure)
     checks = Checks(network.device)
     count = 0
     likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
     with plain_execution(network.device):
-        total = structure_called(task.structure).accumulator(task, keep)
+        total = structure.accumulator(task, keep)
         for batch in stream:
             logits = total.add_batch(network.prepare(batch, checks))
             require_finite_logits(logits, checks)
