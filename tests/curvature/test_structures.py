@@ -425,7 +425,7 @@ def test_small_parts_of_a_batch_give_what_the_whole_gives(monkeypatch: pytest.Mo
     total, (_, derivative) = run.total(x), run.linearised(x)
     covariance = total.condition(run.prior(), 1e-12).gaussian(draw(5, 3), derivative).covariance
     monkeypatch.setattr("errbar._derivative.layerwise.part_bytes", lambda kind: 1)
-    monkeypatch.setattr("errbar._derivative.shared.JACOBIAN_BYTES", {"cpu": 1})
+    monkeypatch.setattr("errbar._derivative.layers.JACOBIAN_BYTES", {"cpu": 1})
     assert len(run._chunks(x)) == 5
     parts = run.total(x)
     close(parts.dense(), total.dense(), 1e-12)
@@ -483,7 +483,7 @@ def no_class_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiagonalCovariance, "matrix", forbidden)
     monkeypatch.setattr(FactoredCovariance, "matrix", forbidden)
     monkeypatch.setattr(SamplingRoot, "whole", forbidden)
-    monkeypatch.setattr("errbar._derivative.shared.torch.diag_embed", forbidden)
+    monkeypatch.setattr("errbar._derivative.layers.torch.diag_embed", forbidden)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import errbar
 from data import draw
+from errbar._derivative.layers import norm_layers
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.norms import norm_layers
 from errbar._derivative.trace import UnlikeFirstBatchError
 from errbar._model.batch import to_batch
 from errbar._model.network import Network

@@ -43,9 +43,8 @@ from errbar._curvature.workload import (
     explicit_products,
     jacobian_samples,
 )
+from errbar._derivative.layers import LinearLayer, Spans
 from errbar._derivative.route import Derivative
-from errbar._derivative.shared import Spans
-from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian

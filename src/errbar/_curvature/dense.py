@@ -43,8 +43,8 @@ from errbar._curvature.workload import (
     explicit_products,
     jacobian_samples,
 )
+from errbar._derivative.layers import LinearLayer, LinearTerm
 from errbar._derivative.route import Derivative
-from errbar._derivative.trace import LinearLayer, LinearTerm
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import FullCovariance
@@ -155,7 +155,8 @@ class DenseAccumulator:
         weights = fisher_matrix(logits, self.fisher)
         if self.checked is not None:
             _add_applied(self.checked, weights, derivative.terms)
-        self.staged.append((weights.to(self.dtype), derivative.to(self.dtype).terms or ()))
+        terms = tuple(term.to(self.dtype) for term in derivative.terms)
+        self.staged.append((weights.to(self.dtype), terms))
         self.staged_samples += len(logits)
         if self.staged_samples >= self._capacity():
             self._flush()

@@ -43,11 +43,10 @@ from errbar._curvature.workload import (
     piece_bytes,
     samples_at_a_time,
 )
-from errbar._derivative import route, shared
+from errbar._derivative import layers, route
+from errbar._derivative.layers import LinearLayer, SharedTerm, Spans, gathered, scatter_, shared_terms
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.route import Derivative
-from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_, shared_terms
-from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import DiagonalCovariance, FullCovariance
 from errbar._distributions.logits import LogitGaussian
@@ -284,7 +283,7 @@ def cost(work: Workload) -> Cost:
         samples = min(work.batch, int(by_device(route.FACTORED_ROWS, work.device)))
         numbers = sum(t.uses * (2 * t.width + (0 if t.returns_logits else 3 * classes * t.outputs)) for t in work.terms)
         repeated = any(term.uses > 1 for term in work.terms)
-        pieces = int(2 * by_device(shared.JACOBIAN_BYTES, work.device)) if repeated else 0
+        pieces = int(2 * by_device(layers.JACOBIAN_BYTES, work.device)) if repeated else 0
         transient = samples * numbers * s + pieces + 2 * s * max(term.size for term in work.terms)
         products = float(sum(t.uses * (t.size + classes * t.outputs) for t in work.terms))
         full = not (len(work.terms) == 1 and work.terms[0].returns_logits)

@@ -21,9 +21,8 @@ from errbar._base.json_fields import Fields
 from errbar._base.memory import require_memory
 from errbar._base.triangles import by_columns, laid_out, read_jitter, read_positive
 from errbar._curvature.structure import Description, IndependentVariances, Refactorised, Tensors
+from errbar._derivative.layers import LinearLayer, SharedTerm, Spans, gathered, scatter_
 from errbar._derivative.layerwise import LayerwiseDerivative
-from errbar._derivative.shared import SharedTerm, Spans, gathered, scatter_
-from errbar._derivative.trace import LinearLayer
 from errbar._distributions.covariance import FactoredCovariance, FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar.errors import DamagedFileError

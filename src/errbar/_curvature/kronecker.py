@@ -43,9 +43,9 @@ from errbar._curvature.workload import (
     samples_at_a_time,
 )
 from errbar._derivative import layerwise
+from errbar._derivative.layers import SharedLayer, Spans, gathered
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.route import Route
-from errbar._derivative.shared import SharedLayer, Spans, gathered
 from errbar._derivative.trace import Trace
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.team import Team

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from errbar._curvature.fisher import Fisher
 from errbar._curvature.workload import LayerSize, Workload
 from errbar._derivative.full import RANDOM_IN_EVAL
-from errbar._derivative.norms import NormLayer, norm_layers
-from errbar._derivative.shared import SharedLayer, shared_layers
-from errbar._derivative.trace import own_parameters
+from errbar._derivative.layers import NormLayer, SharedLayer, norm_layers, own_parameters, shared_layers
 from errbar._model.batch import Batch
 from errbar._model.network import Event, Network, Observation, as_logits, replicate, run
 from errbar._model.selection import Layer, Selection, layers_that_ran, matching, owner, select

@@ -25,8 +25,8 @@ from errbar._curvature.fisher import fisher_diagonal
 from errbar._curvature.structure import ClassCoefficients, Description, Refactorised, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload, by_device, drawing_bytes, drawing_products
+from errbar._derivative.layers import LinearLayer
 from errbar._derivative.route import Derivative
-from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import DiagonalCovariance
 from errbar._distributions.logits import LogitGaussian

@@ -25,8 +25,8 @@ from errbar._base.container import Contents
 from errbar._curvature.fisher import weighted_rows
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload
+from errbar._derivative.layers import LinearLayer
 from errbar._derivative.route import Route
-from errbar._derivative.trace import LinearLayer
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import JointCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian

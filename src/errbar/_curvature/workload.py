@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from errbar._curvature.fisher import Fisher, comes_apart_by_class
-from errbar._derivative import layerwise, route, shared
+from errbar._derivative import layers, layerwise, route
 from errbar._distributions.sampling import BLOCK_BYTES
 
 # A product is added to a sum in float64: for each number as long as so many multiplications.
@@ -221,5 +221,5 @@ def backward_passes(work: Workload) -> float:
 def piece_bytes(work: Workload, samples: int) -> int:
     """Bytes of the Jacobians of one layer that is used several times, of some samples at a time, and of products."""
     widest = max((term.size for term in work.terms if term.uses > 1), default=0)
-    most = by_device(shared.JACOBIAN_BYTES, work.device)
+    most = by_device(layers.JACOBIAN_BYTES, work.device)
     return int(3 * min(most, samples * work.classes * work.itemsize * widest))

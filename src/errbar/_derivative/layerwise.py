@@ -1,7 +1,7 @@
 """Derivatives layer by layer, from one pass through the network and one backward pass for each logit.
 
-A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.shared`), a norm
-layer its Jacobian (`_derivative.norms`); every other parameter (embeddings, convolutions in groups, weights that are
+A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.layers`), a norm
+layer its Jacobian; every other parameter (embeddings, convolutions in groups, weights that are
 used elsewhere too) gives plain Jacobians, each sample by itself.
 """
 
@@ -17,8 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic, rounding_of
-from errbar._derivative.norms import NormLayer, norm_layers
-from errbar._derivative.shared import SharedLayer, SharedTerm, Spans, gathered, scatter_, shared_layers
+from errbar._derivative.layers import (
+    NormLayer,
+    SharedLayer,
+    SharedTerm,
+    Spans,
+    gathered,
+    norm_layers,
+    scatter_,
+    shared_layers,
+)
 from errbar._derivative.trace import Trace, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network

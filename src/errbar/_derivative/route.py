@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic
+from errbar._derivative.layers import LinearLayer, LinearTerm, linear_layers, norm_layers, shared_layers
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.norms import norm_layers
-from errbar._derivative.shared import shared_layers
-from errbar._derivative.trace import LinearLayer, LinearTerm, UnlikeFirstBatchError, capture, linear_layers
+from errbar._derivative.trace import UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection, listed
@@ -153,6 +153,45 @@ def differentiate(
             logits = network.logits(batch)
     # Layers are called in another way than by the first batch: each sample by itself, whatever they do.
     return logits, Derivative(n, logits.shape[1], None, jacobians(network, selection, batch))
+
+
+def capture(
+    network: Network, layers: Sequence[LinearLayer], batch: Batch
+) -> tuple[Float[Tensor, "B M"], dict[str, list[LinearTerm]] | None]:
+    """The logits, and the terms V ⊗ hᵀ of each layer: one, or one for each token.
+
+    None in place of the terms when a layer was not called exactly once, or its input does not start with the samples.
+    """
+    trace = record(network, [layer.name for layer in layers], batch)
+    result = trace.logits.detach()
+    if any(
+        len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(result) or calls[0].inputs.ndim < 2
+        for calls in trace.calls.values()
+    ):
+        return result, None
+    between = [layer.name for layer in layers if not trace.returns_logits(layer.name)]
+    derivatives = trace.derivatives(between, class_seeds(result)) if between else {}
+    factors = {}
+    for layer in layers:
+        derivative = derivatives[layer.name][0] if layer.name in derivatives else None
+        factors[layer.name] = _factors(layer, trace.calls[layer.name][0].inputs, derivative)
+    # Layers may have other dtypes than each other, and under autocast than their inputs.
+    held = [tensor for own in factors.values() for f in own for tensor in (f.inner, f.outer) if tensor is not None]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in held), result.dtype)
+    return result, {name: [factor.to(dtype) for factor in own] for name, own in factors.items()}
+
+
+def _factors(
+    layer: LinearLayer, inputs: Float[Tensor, "B *T q"], derivative: Float[Tensor, "M B *T d"] | None
+) -> list[LinearTerm]:
+    """One term, or one for each token."""
+    inner = layer.augmented(inputs)
+    if inner.ndim == 2:
+        return [LinearTerm(layer, inner, None if derivative is None else derivative.transpose(0, 1))]
+    assert derivative is not None
+    tokens = inner.flatten(1, -2)
+    outer = derivative.flatten(2, -2).permute(1, 2, 0, 3)
+    return [LinearTerm(layer, tokens[:, t], outer[:, t]) for t in range(tokens.shape[1])]
 
 
 def _agrees(

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from errbar._derivative.trace import LinearLayer
+from errbar._derivative.layers import LinearLayer
 from errbar._model.batch import Batch
 from errbar._model.network import Network, Output, picked, replicate
 from errbar.errors import ExportError

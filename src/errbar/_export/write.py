@@ -27,7 +27,7 @@ from errbar._base.atomic import require_writable_folder, write_file
 from errbar._base.execution import plain_execution
 from errbar._curvature.structure import Factor
 from errbar._curvature.task import Task
-from errbar._derivative.trace import LinearLayer
+from errbar._derivative.layers import LinearLayer
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import standard_normal

@@ -18,11 +18,9 @@ from errbar._base.json_fields import Fields
 from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.structure import Description, Tensors
 from errbar._curvature.task import AbsentNetwork, Task, UnknownFunction
+from errbar._derivative.layers import LinearLayer, Patches, SharedLayer, norm_layer_in
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.norms import norm_layer_in
 from errbar._derivative.route import Route
-from errbar._derivative.shared import Patches, SharedLayer
-from errbar._derivative.trace import LinearLayer
 from errbar._model.batch import FORMS, Form
 from errbar._model.network import Output
 from errbar._model.selection import Selection

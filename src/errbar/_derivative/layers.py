@@ -1,27 +1,202 @@
-"""Layers whose weight is used several times for one sample: convolutions, and linear layers applied to tokens.
+"""The layers that are taken apart, and their Jacobians in terms of what they are given and what follows.
 
-With h_t the inputs of the T uses (patches of an image, tokens; a 1 appended for the bias) and V_t = ∂g/∂a_t, the
-Jacobian of the layer is
-    J = Σ_t V_t ⊗ h_tᵀ,
-for T = 1 that of a plain linear layer. A convolution is a linear layer that is applied to patches.
+A linear layer that is used once, with input h (a 1 appended for the bias) and output a = W h, has the Jacobian
+    ∂g/∂W = V ⊗ hᵀ,   V = ∂g/∂a  (M × d; the identity for a layer that returns the logits themselves).
+
+One whose weight is used T times for one sample (a convolution, which is a linear layer that is applied to patches; a
+linear layer applied to tokens) has, with h_t its inputs and V_t = ∂g/∂a_t,
+    J = Σ_t V_t ⊗ h_tᵀ.
+
+A norm layer returns a = γ ∘ x̂ + β. Each sample n gets zeros of its own added to γ and β,
+    a_n + δγ_n ∘ x̂_n + δβ_n,   δ = 0,
+which changes no value; the derivative of the logits by δ_n is the Jacobian of sample n alone, and comes with the
+backward pass that other layers need anyway. It has a number for each parameter, where ∂g/∂a has one for each output.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from errbar._derivative.trace import Call, LinearLayer, LinearTerm, linear_shape, own_parameters
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 
 # Jacobians of one layer of so many bytes are made at a time.
 JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a layer was given, what the logits are differentiated by, what went on, and the version which that had.
+
+    Differentiated is by the output, of which a copy goes on, or by what a `Interception` has added to it.
+    """
+
+    inputs: Tensor
+    differentiated: Tensor
+    passed_on: Tensor
+    version: int
+
+
+def own_parameters(
+    network: Network, selection: Selection
+) -> Iterator[tuple[str, nn.Module, dict[Literal["weight", "bias"], int]]]:
+    """Modules with a selected weight or bias that belongs to nothing else, and where those start in the flat vector."""
+    owners = Counter(id(p) for part in network.module.modules() for p in part._parameters.values() if p is not None)
+    slices = selection.slices()
+    for name, part in network.module.named_modules():
+        where: dict[Literal["weight", "bias"], int] = {}
+        for kind in ("weight", "bias"):
+            parameter = part._parameters.get(kind)
+            full = f"{name}.{kind}" if name else kind
+            if parameter is not None and full in slices and owners[id(parameter)] == 1:
+                where[kind] = slices[full].start
+        if where:
+            yield name, part, where
+
+
+def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
+    """The linear layers whose parameters are selected and belong to nothing else."""
+    found = []
+    for name, part, where in own_parameters(network, selection):
+        shape = linear_shape(part)
+        if shape is not None:
+            found.append(LinearLayer(name, *shape[:2], where.get("weight"), where.get("bias"), shape[2]))
+    return found
+
+
+def linear_shape(part: nn.Module) -> tuple[int, int, bool] | None:
+    """Outputs, inputs and whether the weight is transposed, of a linear layer; None for what is none.
+
+    A subclass with a forward of its own may do anything.
+    """
+    if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
+        return part.out_features, part.in_features, False
+    # GPT-2's linear layer, known by its name: transformers are not imported here.
+    kinds = (
+        k for k in type(part).__mro__ if k.__name__ == "Conv1D" and k.__module__.partition(".")[0] == "transformers"
+    )
+    kind, weight = next(kinds, None), part._parameters.get("weight")
+    if kind is None or weight is None or weight.ndim != 2 or type(part).forward is not getattr(kind, "forward", None):
+        return None
+    return weight.shape[1], weight.shape[0], True
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer and where its selected parameters start in the flat vector; None for one that is not selected.
+
+    The weight is (outputs, inputs) in the flat vector, or where it is `transposed` (inputs, outputs).
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    weight_start: int | None
+    bias_start: int | None
+    transposed: bool = False
+
+    @property
+    def weight(self) -> slice | None:
+        """Where the weight lies in the flat vector."""
+        start = self.weight_start
+        return None if start is None else slice(start, start + self.outputs * self.inputs)
+
+    @property
+    def bias(self) -> slice | None:
+        """Where the bias lies in the flat vector."""
+        return None if self.bias_start is None else slice(self.bias_start, self.bias_start + self.outputs)
+
+    @property
+    def width(self) -> int:
+        """p, the length of h: the inputs, and one for the bias."""
+        return (self.inputs if self.weight is not None else 0) + (1 if self.bias is not None else 0)
+
+    @property
+    def size(self) -> int:
+        """d p, the number of its selected parameters."""
+        return self.outputs * self.width
+
+    def positions(self) -> Tensor:
+        """Where parameter (output i, entry a of h) lies in the flat vector: (d, p)."""
+        parts = []
+        if self.weight is not None:
+            parts.append(self.as_rows(torch.arange(self.weight.start, self.weight.stop)))
+        if self.bias is not None:
+            parts.append(torch.arange(self.bias.start, self.bias.stop)[:, None])
+        return torch.cat(parts, 1)
+
+    def as_rows(self, weights: Shaped[Tensor, "*K k"]) -> Shaped[Tensor, "*K d q"]:
+        """Flat weights as matrices whose rows are the outputs."""
+        leading = weights.shape[:-1]
+        if self.transposed:
+            return weights.reshape(*leading, self.inputs, self.outputs).mT
+        return weights.reshape(*leading, self.outputs, self.inputs)
+
+    def as_flat(self, rows: Float[Tensor, "*K d q"]) -> Float[Tensor, "*K k"]:
+        """The inverse of `as_rows`."""
+        return (rows.mT if self.transposed else rows).flatten(-2)
+
+    def spans(self, start: int, stop: int) -> list[tuple[slice, slice, slice]]:
+        """Of outputs start … stop−1: which, which entries of h, and where their parameters lie in the flat vector."""
+        found = []
+        every, inputs = slice(0, stop - start), slice(0, self.inputs)
+        if self.weight is not None and self.transposed:
+            # The parameters of one output lie as far from each other as there are outputs.
+            for output in range(start, stop):
+                where = slice(self.weight.start + output, self.weight.stop, self.outputs)
+                found.append((slice(output - start, output - start + 1), inputs, where))
+        elif self.weight is not None:
+            first, last = self.weight.start + start * self.inputs, self.weight.start + stop * self.inputs
+            found.append((every, inputs, slice(first, last)))
+        if self.bias_start is not None:
+            one = slice(self.width - 1, self.width)
+            found.append((every, one, slice(self.bias_start + start, self.bias_start + stop)))
+        return found
+
+    def augmented(self, inputs: Float[Tensor, "*B q"]) -> Float[Tensor, "*B p"]:
+        """h: what the layer was given, as far as its weight is selected, and a one for its bias."""
+        if self.bias is None:
+            return inputs
+        ones = inputs.new_ones(*inputs.shape[:-1], 1)
+        return ones if self.weight is None else torch.cat([inputs, ones], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearTerm:
+    """One term V ⊗ hᵀ of the Jacobian of a layer, for B samples; `outer` is None where V is the identity."""
+
+    layer: LinearLayer
+    inner: Float[Tensor, "B p"]
+    outer: Float[Tensor, "B M d"] | None
+
+    def jacobian(self) -> Float[Tensor, "B M d p"]:
+        if self.outer is None:
+            identity = torch.eye(self.layer.outputs, dtype=self.inner.dtype, device=self.inner.device)
+            return identity[None, :, :, None] * self.inner[:, None, None, :]
+        return self.outer[..., None] * self.inner[:, None, None, :]
+
+    def of_rotated(self, rotation: Float[Tensor, "M M"]) -> LinearTerm:
+        """This term of the derivative of Qᵀg in place of g."""
+        outer = rotation.mT.expand(len(self.inner), -1, -1) if self.outer is None else rotation.mT @ self.outer
+        return LinearTerm(self.layer, self.inner, outer)
+
+    def pulled_back(self, vectors: Float[Tensor, "B M"]) -> Float[Tensor, "d p"]:
+        """Σ_n v_nᵀ J_n of this term, without forming J."""
+        vectors = vectors.to(self.inner.dtype)
+        outer = vectors if self.outer is None else torch.einsum("bm,bmd->bd", vectors, self.outer)
+        return outer.T @ self.inner
+
+    def to(self, dtype: torch.dtype) -> LinearTerm:
+        return LinearTerm(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -286,3 +461,85 @@ def shared_terms(factors: Sequence[LinearTerm]) -> list[SharedTerm]:
         inner = torch.stack([term.inner for term in terms], 1)
         made.append(SharedTerm(layer, inner, torch.stack(outer, 3) if outer else None))
     return made
+
+
+@dataclass(frozen=True)
+class NormLayer:
+    """A norm layer and where its selected parameters start in the flat vector; None for one that is not selected."""
+
+    name: str
+    shape: tuple[int, ...]
+    weight_start: int | None
+    bias_start: int | None
+
+    @property
+    def spans(self) -> list[tuple[slice, int]]:
+        """For the scales and for the shifts: which entries of δ they are, and where they start in the flat vector."""
+        size = torch.Size(self.shape).numel()
+        starts = [start for start in (self.weight_start, self.bias_start) if start is not None]
+        return [(slice(index * size, (index + 1) * size), start) for index, start in enumerate(starts)]
+
+    @property
+    def width(self) -> int:
+        """How many parameters are selected."""
+        return sum(where.stop - where.start for where, _ in self.spans)
+
+    def probe(
+        self, module: nn.Module, inputs: Float[Tensor, "B ..."], output: Float[Tensor, "B ..."]
+    ) -> tuple[Float[Tensor, "B width"], Float[Tensor, "B ..."]]:
+        """δ, and a + δγ ∘ x̂ + δβ."""
+        if inputs.ndim <= len(self.shape):
+            return output, output  # a sample without the dimension of samples, which is refused later
+        zeros = output.new_zeros(len(inputs), self.width, requires_grad=True)
+        alone = (1,) * (inputs.ndim - 1 - len(self.shape))
+        trailing = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        each = (len(inputs), *alone, *self.shape) if trailing else (len(inputs), *self.shape, *alone)
+        shifts = [zeros[:, where].reshape(each) for where, _ in self.spans]
+        if self.weight_start is not None:
+            output = output + shifts[0] * _normalised(module, inputs).to(output.dtype)
+        if self.bias_start is not None:
+            output = output + shifts[-1]
+        return zeros, output
+
+    def accepts(self, calls: Sequence[Call], size: int) -> bool:
+        """Whether it was called, and every input runs over the samples."""
+        return bool(calls) and all(
+            not call.inputs.is_nested and call.inputs.ndim > len(self.shape) and len(call.inputs) == size
+            for call in calls
+        )
+
+
+def norm_layer_in(selection: Selection, name: str) -> NormLayer | None:
+    """The norm layer of that name, by its parameters alone; None if none of them is selected."""
+    slices, shapes = selection.slices(), dict(zip(selection.names, selection.shapes, strict=True))
+    own = {kind: f"{name}.{kind}" if name else kind for kind in ("weight", "bias")}
+    starts = {kind: slices[full].start for kind, full in own.items() if full in slices}
+    if not starts:
+        return None
+    shape = next(shapes[own[kind]] for kind in starts)
+    return NormLayer(name, shape, starts.get("weight"), starts.get("bias"))
+
+
+def norm_layers(network: Network, selection: Selection) -> list[NormLayer]:
+    """Norm layers over batches, layers, groups and root mean squares, whose parameters are theirs alone."""
+    found = []
+    for name, part, where in own_parameters(network, selection):
+        # A subclass with a forward of its own may do anything.
+        known = (kind for kind in (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm) if isinstance(part, kind))
+        kind = next(known, None)
+        parameter = part._parameters.get("weight")
+        if kind is not None and parameter is not None and type(part).forward is kind.forward:
+            found.append(NormLayer(name, tuple(parameter.shape), where.get("weight"), where.get("bias")))
+    return found
+
+
+def _normalised(module: nn.Module, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "B ..."]:
+    """x̂, as the module computes it in eval mode."""
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(inputs, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(inputs, module.normalized_shape, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(inputs, module.num_groups, None, None, module.eps)
+    assert isinstance(module, _BatchNorm)
+    return F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
