@@ -313,7 +313,7 @@ class DenseFactor:
         self.recursed = recursed
         self._lock = threading.RLock()
         self._cache: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._coefficients: dict[tuple[LinearLayer, LinearLayer, bool, torch.dtype], list[Tensor]] = {}
+        self._coefficients: dict[tuple[LinearLayer, LinearLayer, bool, torch.dtype], Tensor | banded.Bands] = {}
         # Where the cached properties look first.
         if covariance is not None:
             self.__dict__["covariance"] = covariance
@@ -410,20 +410,19 @@ class DenseFactor:
         left: Float[Tensor, "p B"],
         right: Float[Tensor, "q B"],
     ) -> Float[Tensor, "k B"]:
-        """Q_ij of two layers, packed; P is repacked for it once."""
+        """Q_ij of two layers, packed; P is repacked for it once, in bands where these are cheaper."""
         key = (first, second, same, left.dtype)
-        p, pairs = len(left), first.outputs * (first.outputs + 1) // 2
-        in_bands = same and banded.suits(p, pairs)
         with self._lock:
             if key not in self._coefficients:
                 device = self.prior_precision.device
                 positions = None if same else second.positions().to(device)
                 rows = packed.coefficients(self.covariance, first.positions().to(device), positions, left.dtype)
-                self._coefficients[key] = banded.from_packed(rows, p) if in_bands else [rows]
+                in_bands = same and banded.suits_outputs(len(left), first.outputs)
+                self._coefficients[key] = banded.from_packed(rows, len(left)) if in_bands else rows
             coefficients = self._coefficients[key]
-        if in_bands:
+        if isinstance(coefficients, list):
             return banded.contract(coefficients, left)
-        return packed.contract(coefficients[0], left, None if same else right)
+        return packed.contract(coefficients, left, None if same else right)
 
     def _cached(self, name: str, dtype: torch.dtype) -> Tensor:
         """A float64 factor in the dtype of products, cast once."""
