@@ -80,7 +80,7 @@ class FirstBatch:
 
 
 def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
-    """Two samples of the first rank that has any; of a process alone its whole first batch. A collective call.
+    """Two samples of the first rank that has any. A collective call.
 
     So a rank without data learns the layers and the classes, and all ranks make sums of the same form.
     """
@@ -93,8 +93,6 @@ def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
     if not having:
         raise DataError("The data are empty: expected at least one batch.")
     source, size = having[0], max(about[0] for about in told if about is not None)
-    if team.is_alone and first is not None:
-        return FirstBatch(first, size)
     if told[source][1]:
 
         def call() -> tuple[tuple[Any, ...], dict[str, Any], Form] | None:
