@@ -1,7 +1,7 @@
-"""What a user calls data, as a stream of batches that a model can be called with.
+"""The user's data, as a stream of batches with which a model can be called.
 
-A batch is `x`, `(x,)`, `(x, y, …)` or a mapping; `unpack(batch) → (args, kwargs, labels)` handles the rest. What it
-returns may hold tensors in dicts, lists and tuples, each of which runs over the samples, and PackedSequences.
+A batch is `x`, `(x,)`, `(x, y, …)` or a mapping; `unpack(batch) → (args, kwargs, labels)` handles the rest. Its
+arguments may hold tensors in dicts, lists and tuples, whose first dimension is the samples, and PackedSequences.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the call, wherever in its arguments; of a PackedSequence its data."""
-        found = _leaves((self.args, self.kwargs))
-        return [value.data if isinstance(value, PackedSequence) else value for value in found]
+        leaves = _leaves((self.args, self.kwargs))
+        return [value.data if isinstance(value, PackedSequence) else value for value in leaves]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same call with `function` applied to each tensor in its arguments."""
@@ -89,7 +89,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels)
 
     def parts(self, size: int) -> Iterator[Batch]:
-        """The samples in parts of `size`, the last one with what is left."""
+        """The samples in parts of `size`; the last may be smaller."""
         for start in range(0, len(self), size):
             yield self.rows(start, min(start + size, len(self)))
 
@@ -105,8 +105,8 @@ class Batch:
 
     def with_sample(self, rows: Sequence[Tensor]) -> Batch:
         """The call for one sample, from one row of each of `over_samples`."""
-        size, given = len(self), iter(rows)
-        return self.map(lambda leaf: next(given)[None] if _runs(leaf, size) else leaf)
+        size, remaining_rows = len(self), iter(rows)
+        return self.map(lambda leaf: next(remaining_rows)[None] if _runs(leaf, size) else leaf)
 
 
 def _runs(leaf: Tensor, size: int) -> bool:
@@ -127,7 +127,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same argument with something else in place of each of its leaves; what holds none is passed on as it is."""
+    """The same argument with `function` applied to each of its leaves; one without leaves is returned as it is."""
     if isinstance(value, (Tensor, PackedSequence)):
         return function(value)
     if next(_leaves(value), None) is None:
@@ -136,14 +136,14 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
         parts = {name: _mapped(part, function) for name, part in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return parts
-        # A tokenizer's encoding, an ordered dict: whatever else it is stays.
-        made = copy.copy(value)
-        made.update(parts)
-        return made
-    changed = [_mapped(part, function) for part in value]
+        # A tokenizer's encoding, an ordered dict: a copy keeps its type.
+        mapping = copy.copy(value)
+        mapping.update(parts)
+        return mapping
+    items = [_mapped(part, function) for part in value]
     if isinstance(value, tuple):
-        return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
-    return changed
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return items
 
 
 def _applied(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
@@ -155,11 +155,11 @@ def _applied(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
 
 
 def _packed_rows(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    """Some of the sequences, packed anew with what they are long."""
+    """Some of the sequences, packed again."""
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     in_order = packed.sorted_indices is None
-    own = lengths[start:stop]
-    return pack_padded_sequence(padded[start:stop], own, batch_first=True, enforce_sorted=in_order)
+    row_lengths = lengths[start:stop]
+    return pack_padded_sequence(padded[start:stop], row_lengths, batch_first=True, enforce_sorted=in_order)
 
 
 def joined(inputs: Sequence[Batch]) -> Batch:
@@ -188,7 +188,7 @@ def form_of(value: Any) -> Form:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A function of the user's that is part of a value: copies share it, and a pickle needs one that can be pickled."""
+    """A user's function that is part of a value: copies share it; pickling needs a function that can be pickled."""
 
     function: Callable[[Any], Any]
     name: str
@@ -222,8 +222,7 @@ class KeptUnpack(Kept):
     """The `unpack` of a fit, for what comes later; `form` is what the batches of the fit were, None if unknown.
 
     Labels may be left out of a batch: (a, b) then stands for (a, b, labels), and x alone for (x, labels). A tensor or a
-    mapping that the function takes nothing of, where the batches of the fit were of another form, is what the model
-    itself takes.
+    mapping goes to the model as it is if the batches of the fit had another form.
     """
 
     name: str = "unpack"
@@ -233,8 +232,8 @@ class KeptUnpack(Kept):
         form = form_of(value)
         if self.form is None or form in (self.form, "sequence", "other"):
             try:
-                found: tuple[tuple[Any, ...], Mapping[str, Any], Any] = self.function(value)
-                return found
+                call: tuple[tuple[Any, ...], Mapping[str, Any], Any] = self.function(value)
+                return call
             except _UNFIT:
                 unlabelled = self._without_labels(tuple(value)) if form == "sequence" else None
                 if unlabelled is None:
@@ -247,7 +246,7 @@ class KeptUnpack(Kept):
         return plain.args, plain.kwargs, plain.labels
 
     def _without_labels(self, parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mapping[str, Any], Any] | None:
-        """What the function makes of a batch to which only labels are missing, at its end; None if that is not so."""
+        """What the function makes of a batch that lacks only its labels, at the end; None if it needs more."""
         nothing = object()
         try:
             args, kwargs, labels = self.function((*parts, nothing))
@@ -260,16 +259,16 @@ class KeptUnpack(Kept):
         return self.function, self.name, self.form
 
 
-def _holds(value: Any, wanted: object) -> bool:
+def _holds(value: Any, item: object) -> bool:
     if isinstance(value, Mapping):
-        return any(_holds(part, wanted) for part in value.values())
+        return any(_holds(part, item) for part in value.values())
     if isinstance(value, (list, tuple)):
-        return any(_holds(part, wanted) for part in value)
-    return value is wanted
+        return any(_holds(part, item) for part in value)
+    return value is item
 
 
 def kept_unpack(unpack: Unpack | None, form: Form | None) -> KeptUnpack | None:
-    """What a posterior keeps of the `unpack` that it was given."""
+    """The `unpack` of a fit, as a posterior keeps it."""
     if unpack is None:
         return None
     return unpack if isinstance(unpack, KeptUnpack) else KeptUnpack(unpack, form=form)
@@ -300,7 +299,7 @@ def _unpacked(value: Any, unpack: Unpack, form: Form) -> Batch:
     if not callable(unpack):
         raise ArgumentError(f"unpack is {unpack!r}; expected a function from a batch to (args, kwargs, labels).")
     try:
-        found = unpack(value)
+        call = unpack(value)
     except (ErrbarError, torch.OutOfMemoryError):
         raise
     except _UNFIT as error:
@@ -309,7 +308,7 @@ def _unpacked(value: Any, unpack: Unpack, form: Form) -> Batch:
             "batches like those of the fit, or pass unpack=, a function for these."
         ) from error
     try:
-        args, kwargs, labels = found
+        args, kwargs, labels = call
         if isinstance(args, (Tensor, str, Mapping)):
             raise TypeError(f"the arguments are a {type(args).__name__}")
         return Batch(tuple(args), dict(kwargs), labels, form)
@@ -353,7 +352,7 @@ def input_batches(data: Any, unpack: Unpack | None = None) -> Iterator[Batch]:
 
 
 def _require_one_batch(parts: Sequence[Any]) -> None:
-    """Refuse what is rather a list of inputs than (x, labels, …): a second one would be ignored."""
+    """Refuse what looks like a list of inputs rather than (x, labels, …): the second would be ignored."""
     x, second = parts[0], parts[1] if len(parts) > 1 else None
     if (
         isinstance(x, Tensor)
@@ -376,13 +375,13 @@ def is_stream(data: Any) -> bool:
 def batches(data: Any, unpack: Unpack | None = None, *, quiet: bool = False) -> Iterator[Batch]:
     """The batches of a Dataset, a DataLoader or an iterable of batches, one by one.
 
-    Warns once of weights that are ignored, unless `quiet`.
+    Warns once about ignored weights, unless `quiet`.
     """
-    told = quiet or unpack is not None
+    is_quiet = quiet or unpack is not None
     for value in _iterable(data):
         batch = to_batch(value, unpack)
-        if not told and isinstance(value, (list, tuple)):
-            told = _warned_of_weights(value[2:], len(batch))
+        if not is_quiet and isinstance(value, (list, tuple)):
+            is_quiet = _warned_of_weights(value[2:], len(batch))
         yield batch
 
 
@@ -403,7 +402,7 @@ def _warned_of_weights(rest: Sequence[Any], size: int) -> bool:
 
 
 def count_batches(data: Any) -> int | None:
-    """How many batches there will be, where that can be known beforehand."""
+    """The number of batches, if it is known beforehand."""
     try:
         size = len(data)
     except TypeError:
@@ -439,10 +438,10 @@ def _iterable(data: Any) -> Iterable[Any]:
 def checked_labels(
     labels: Any, *, size: int, classes: int, device: torch.device, checks: Checks | None = None
 ) -> Int[Tensor, "B"]:
-    """Labels as integers 0 … M−1 on `device`; `LabelError` in words otherwise.
+    """Labels as integers 0 … M−1 on `device`; `LabelError` otherwise.
 
-    Two classes may also come as 0.0 and 1.0, with or without a trailing dimension, because that is what the binary
-    cross-entropy that one-logit models are trained with asks for.
+    Two classes may also be given as 0.0 and 1.0, with or without a trailing dimension, because binary cross-entropy,
+    the loss of one-logit models, requires that.
     """
     if labels is None:
         raise LabelError(

@@ -97,7 +97,7 @@ def _with_clones(value: Any, clones: dict[int, nn.Module]) -> Any:
 
 
 class _Uncompiled(nn.Module):
-    """What a compiled module inside the model is replaced by: the module that was compiled."""
+    """Stands in for a compiled module inside the model: calls the module that was compiled."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod(*args, **kwargs)  # type: ignore[operator]
@@ -105,12 +105,12 @@ class _Uncompiled(nn.Module):
 
 def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers, with their names: what a state dict holds."""
-    found: list[tuple[str, Tensor]] = list(module.named_parameters())
+    weights: list[tuple[str, Tensor]] = list(module.named_parameters())
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return found
+                weights.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return weights
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -136,12 +136,12 @@ def _is_exported(part: nn.Module) -> bool:
 
 
 class Network:
-    """A model whose weights are known: refuses to run once they have changed.
+    """A model that refuses to run once its weights have changed.
 
     `output` says where the logits are in what it returns.
     """
 
-    # Not so for the network that a file is about.
+    # False for a network that was read from a file without its model.
     has_model = True
 
     def __init__(self, model: nn.Module, output: Output = None) -> None:
@@ -189,7 +189,7 @@ class Network:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the model; the versions are counted anew there."""
+        """Copies and pickles carry the model and count its versions from then on."""
         return {"model": self.model, "output": self.output}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,20 +197,20 @@ class Network:
 
     def require_unchanged(self) -> None:
         """Raise unless every weight is the tensor it was, at the version it had, on the device it was on."""
-        now = [tensor for _, tensor in _weights(self.module)]
+        tensors = [tensor for _, tensor in _weights(self.module)]
         if next(self.module.parameters()).device != self.device:
             raise WeightsChangedError(
                 f"The model moved from {self.device} to {next(self.module.parameters()).device} since the fit; "
                 "call posterior.to(device) to move the posterior as well."
             )
-        same = len(now) == len(self._seen) and all(
-            tensor is seen and tensor._version == version and tensor.dtype == dtype
-            for tensor, (seen, version, dtype) in zip(now, self._seen, strict=True)
+        is_same = len(tensors) == len(self._seen) and all(
+            tensor is original and tensor._version == version and tensor.dtype == dtype
+            for tensor, (original, version, dtype) in zip(tensors, self._seen, strict=True)
         )
-        if not same:
+        if not is_same:
             raise WeightsChangedError(
-                "The model's weights changed since the fit, so the posterior is not about this model any more. "
-                "Fit again, or fit on a copy (copy.deepcopy) before training goes on."
+                "The model's weights changed since the fit, so the posterior no longer describes this model. "
+                "Fit again, or fit on a copy (copy.deepcopy) before you train further."
             )
 
     def same_weights(self, other: Network) -> bool:
@@ -218,10 +218,10 @@ class Network:
 
     def replica(self) -> nn.Module:
         """This thread's replica, in eval mode."""
-        found: nn.Module | None = getattr(self._local, "replica", None)
-        if found is None:
-            found = self._local.replica = replicate(self.module).eval()
-        return found
+        replica: nn.Module | None = getattr(self._local, "replica", None)
+        if replica is None:
+            replica = self._local.replica = replicate(self.module).eval()
+        return replica
 
     def prepare(self, batch: Batch, checks: Checks) -> Batch:
         """The batch on the model's device and in its dtype; `DataError` for NaN, infinite or no input."""
@@ -230,8 +230,8 @@ class Network:
 
         def move(tensor: Tensor) -> Tensor:
             dtype = self.input_dtype if tensor.is_floating_point() else None
-            moved = tensor.detach().to(device=self.device, dtype=dtype)
-            return moved.clone() if moved.is_inference() else moved
+            copy_on_device = tensor.detach().to(device=self.device, dtype=dtype)
+            return copy_on_device.clone() if copy_on_device.is_inference() else copy_on_device
 
         moved = batch.map(move)
         for value in moved.tensors():
@@ -248,8 +248,8 @@ class Network:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""
         if values is None:
             return as_logits(run(self.replica(), batch), len(batch), self.output)
-        returned = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
-        return as_logits(returned, len(batch), self.output)
+        result = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
+        return as_logits(result, len(batch), self.output)
 
     def observed(self, batch: Batch) -> Observation:
         """One pass of a prepared batch through all modules, noting each call as it ends."""
@@ -272,16 +272,16 @@ class Network:
             part.register_forward_hook(note(name))
         with _refused({id(part) for part in self.module.modules()}):
             start = time.perf_counter()
-            returned = run(replica, batch)
+            result = run(replica, batch)
             seconds = time.perf_counter() - start
-        logits = as_logits(returned, size, self.output)
+        logits = as_logits(result, size, self.output)
         returning = frozenset(name for name, output in last.items() if output() is logits)
         return Observation(logits, tuple(events), returning, seconds)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call of a module ended: how many numbers the tensor that it returned has for one sample, and when that was."""
+    """The end of one call of a module: the size of the tensor that it returned, per sample, and the time."""
 
     module: str
     outputs: int
@@ -290,7 +290,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What one pass showed; `returning` are the modules that last returned the logits themselves."""
+    """The record of one pass; `returning` names the modules that last returned the logits themselves."""
 
     logits: Float[Tensor, "B M"]
     events: tuple[Event, ...]
@@ -329,7 +329,7 @@ def _refused(modules: set[int]) -> Iterator[None]:
 def run(module: nn.Module, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Any:
     """The model's output, with the parameters in `values` in place of its own.
 
-    What goes wrong inside the model is told together with what it was given.
+    An error inside the model is raised with the shapes of its inputs.
     """
     try:
         if values is not None:
@@ -338,9 +338,9 @@ def run(module: nn.Module, batch: Batch, values: Mapping[str, Tensor] | None = N
     except (ErrbarError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        given = [f"{tuple(value.shape)} {value.dtype}" for value in batch.tensors()]
+        inputs = [f"{tuple(value.shape)} {value.dtype}" for value in batch.tensors()]
         raise DataError(
-            f"The model failed on a batch with {', '.join(given)}: {error}. Expected inputs as in training; check "
+            f"The model failed on a batch with {', '.join(inputs)}: {error}. Expected inputs as in training; check "
             "their shape and dtype, or pass unpack= if the batch holds something else."
         ) from error
 
@@ -361,24 +361,24 @@ def require_output(output: object) -> Output:
 
 
 def described_output(output: Output) -> str:
-    """An `output` in words that can be compared. Of functions it is only known that there is one."""
+    """An `output` in words that can be compared; functions cannot be told apart."""
     if output is None:
         return "all of it"
     return "a function" if callable(output) else f"key {output!r}" if isinstance(output, str) else f"position {output}"
 
 
-def picked(returned: Any, output: Output) -> Any:
-    """The logits in what a model returned; `ModelError` where they are not where `output` says."""
+def picked(result: Any, output: Output) -> Any:
+    """The logits in a model's result; `ModelError` if they are not where `output` says."""
     if output is None:
-        return getattr(returned, "logits", returned)
-    kind = type(returned).__name__
+        return getattr(result, "logits", result)
+    kind = type(result).__name__
     try:
         if callable(output):
-            return output(returned)
+            return output(result)
         if isinstance(output, str):
-            return returned[output] if isinstance(returned, Mapping) else getattr(returned, output)
-        if not isinstance(returned, Tensor):
-            return returned[output] if isinstance(returned, Sequence) else _values(returned)[output]
+            return result[output] if isinstance(result, Mapping) else getattr(result, output)
+        if not isinstance(result, Tensor):
+            return result[output] if isinstance(result, Sequence) else _values(result)[output]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if callable(output):
             raise ModelError(
@@ -386,34 +386,34 @@ def picked(returned: Any, output: Output) -> Any:
                 "expected one that returns the logits."
             ) from error
         raise ModelError(
-            f"The model returned {_contents(returned)}, and output={output!r} is not in it; expected the position or "
+            f"The model returned {_contents(result)}, and output={output!r} is not in it; expected the position or "
             "the key of the logits."
         ) from error
     raise ModelError(
-        f"The model returned a tensor of shape {tuple(returned.shape)}, and output={output!r} picks one of several; "
+        f"The model returned a tensor of shape {tuple(result.shape)}, and output={output!r} picks one of several; "
         "leave output= out, or give a function."
     )
 
 
-def _values(returned: Any) -> tuple[Any, ...]:
-    """The values of a mapping, in its order; of an output of transformers those that there are."""
-    return tuple(returned.values())
+def _values(result: Any) -> tuple[Any, ...]:
+    """The values of a mapping, in its order; those of an output of transformers that are not None."""
+    return tuple(result.values())
 
 
-def _contents(returned: Any) -> str:
-    kind = type(returned).__name__
-    if isinstance(returned, Mapping):
-        return f"{kind} with the keys {', '.join(map(repr, returned))}"
-    return f"{kind} of {len(returned)}" if isinstance(returned, Sequence) else kind
+def _contents(result: Any) -> str:
+    kind = type(result).__name__
+    if isinstance(result, Mapping):
+        return f"{kind} with the keys {', '.join(map(repr, result))}"
+    return f"{kind} of {len(result)}" if isinstance(result, Sequence) else kind
 
 
-def as_logits(returned: Any, size: int, output: Output = None) -> Float[Tensor, "B M"]:
-    """The (B, M) logits in what a model returned; one logit g is read as the pair (0, g)."""
-    found = picked(returned, output)
-    logits = getattr(found, "logits", found)
+def as_logits(result: Any, size: int, output: Output = None) -> Float[Tensor, "B M"]:
+    """The (B, M) logits in a model's result; one logit g is read as the pair (0, g)."""
+    value = picked(result, output)
+    logits = getattr(value, "logits", value)
     if not isinstance(logits, Tensor):
         raise ModelError(
-            f"The model returned {_contents(found)}; expected logits of shape (batch, classes), or an object with "
+            f"The model returned {_contents(value)}; expected logits of shape (batch, classes), or an object with "
             ".logits. Say where they are with output=: a position, a key, or a function of what it returns."
         )
     if logits.ndim != 2 or logits.shape[0] != size or logits.shape[1] == 0 or not logits.is_floating_point():

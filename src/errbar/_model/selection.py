@@ -34,19 +34,19 @@ class Selection:
 
     def slices(self) -> dict[str, slice]:
         """Where each parameter lies in the flat vector."""
-        found, start = {}, 0
+        slices, start = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
-            found[name] = slice(start, start + size)
+            slices[name] = slice(start, start + size)
             start += size
-        return found
+        return slices
 
     def matrices(self) -> dict[str, int]:
         """The modules that own tensors of two dimensions or more, and how many parameters those have."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
             if sum(length > 1 for length in shape) > 1:
-                found[owner(name)] = found.get(owner(name), 0) + size
-        return found
+                sizes[owner(name)] = sizes.get(owner(name), 0) + size
+        return sizes
 
     def values(self, module: nn.Module) -> dict[str, Tensor]:
         """The chosen parameters of `module`, detached."""
@@ -68,7 +68,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Layer:
-    """What `last_layers` counts: a module that ran, or weights that are used without their module; its parameters."""
+    """One layer as `last_layers` counts them: a module that ran, or weights used without their module."""
 
     name: str
     parameters: tuple[str, ...]
@@ -89,22 +89,22 @@ def select(
     parameters: str | Sequence[str] | None,
     idle: Sequence[str] = (),
 ) -> Selection:
-    """The parameters asked for; `layers` in the order in which they were last used, without those that ran in vain."""
+    """The parameters asked for; `layers` in the order of their last use, without those that do not reach the logits."""
     available = dict(network.module.named_parameters())
     names = _named(network.module, parameters) if last_layers is None else _last(layers, last_layers, idle)
-    chosen = [name for name in available if name in names]
-    for name in chosen:
+    selected_names = [name for name in available if name in names]
+    for name in selected_names:
         if not available[name].is_floating_point():
             raise SelectionError(f"Parameter '{name}' is {available[name].dtype}; expected a floating-point one.")
-    return Selection(tuple(chosen), tuple(tuple(available[name].shape) for name in chosen))
+    return Selection(tuple(selected_names), tuple(tuple(available[name].shape) for name in selected_names))
 
 
 def require_one_question(last_layers: object, parameters: object) -> None:
     """Exactly one of the two ways to select must be used, with a value of the right type."""
     if (last_layers is None) == (parameters is None):
-        got = "neither" if last_layers is None else "both"
+        count = "neither" if last_layers is None else "both"
         raise SelectionError(
-            f"Expected exactly one of last_layers= and parameters=, got {got}. Use last_layers=2 for the two layers "
+            f"Expected exactly one of last_layers= and parameters=, got {count}. Use last_layers=2 for the two layers "
             "that run last, parameters='all' or 'trainable', or parameters=['name', ...]."
         )
     if last_layers is not None:
@@ -144,10 +144,10 @@ def _inside_parametrisation(name: str) -> bool:
 
 def _last(layers: Sequence[Layer], count: int, idle: Sequence[str]) -> set[str]:
     if count > len(layers):
-        vain = f" The logits do not depend on {', '.join(idle)}." if idle else ""
+        reason = f" The logits do not depend on {', '.join(idle)}." if idle else ""
         raise SelectionError(
             f"last_layers is {count}, but only {len(layers)} layers with parameters ran: "
-            f"{', '.join(layer.name or '(the model itself)' for layer in layers)}. Expected 1 to {len(layers)}.{vain}"
+            f"{', '.join(layer.name or '(the model itself)' for layer in layers)}. Expected 1 to {len(layers)}.{reason}"
         )
     return {name for layer in layers[-count:] for name in layer.parameters}
 
@@ -162,14 +162,14 @@ def _named(module: nn.Module, parameters: str | Sequence[str] | None) -> set[str
         if not trainable:
             raise SelectionError("parameters is 'trainable', but no parameter of the model requires gradients.")
         return trainable
-    wanted = [parameters] if isinstance(parameters, str) else list(parameters or ())
-    chosen: set[int] = set()
-    for prefix in wanted:
-        found = matching(list(every), prefix)
-        if not found:
+    prefixes = [parameters] if isinstance(parameters, str) else list(parameters or ())
+    identities: set[int] = set()
+    for prefix in prefixes:
+        matches = matching(list(every), prefix)
+        if not matches:
             raise SelectionError(f"No parameter is called '{prefix}' or lies in it. {_suggestion(list(every), prefix)}")
-        chosen.update(id(every[name]) for name in found)
-    return {name for name, parameter in module.named_parameters() if id(parameter) in chosen}
+        identities.update(id(every[name]) for name in matches)
+    return {name for name, parameter in module.named_parameters() if id(parameter) in identities}
 
 
 def matching(available: Sequence[str], prefix: str) -> list[str]:
@@ -178,23 +178,23 @@ def matching(available: Sequence[str], prefix: str) -> list[str]:
 
 
 def owner(name: str) -> str:
-    """The module that a parameter belongs to; a parametrisation belongs to the module that it parametrises."""
+    """The module that owns a parameter; a parametrisation belongs to the module that it parametrises."""
     parts = name.split(".")
     return ".".join(parts[: parts.index("parametrizations")] if "parametrizations" in parts else parts[:-1])
 
 
-def _suggestion(available: Sequence[str], wanted: str) -> str:
+def _suggestion(available: Sequence[str], prefix: str) -> str:
     modules = {name.rpartition(".")[0] for name in available} - {""}
-    close = difflib.get_close_matches(str(wanted), [*modules, *available], n=3, cutoff=0.5)
-    listed = close or list(available)[:8]
-    more = "" if close or len(available) <= 8 else f" and {len(available) - 8} more"
-    return f"Did you mean {', '.join(close)}?" if close else f"There are {', '.join(listed)}{more}."
+    neighbours = difflib.get_close_matches(str(prefix), [*modules, *available], n=3, cutoff=0.5)
+    examples = neighbours or list(available)[:8]
+    more = "" if neighbours or len(available) <= 8 else f" and {len(available) - 8} more"
+    return f"Did you mean {', '.join(neighbours)}?" if neighbours else f"There are {', '.join(examples)}{more}."
 
 
 def listed_modules(names: Sequence[str]) -> str:
     """Names of modules in a sentence, the first few of many."""
-    shown = ", ".join(f"'{name}'" if name else "the model's own parameters" for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+    names_shown = ", ".join(f"'{name}'" if name else "the model's own parameters" for name in names[:4])
+    return names_shown if len(names) <= 4 else f"{names_shown} and {len(names) - 4} more"
 
 
 def require_selection_on(network: Network, selection: Selection) -> None:
