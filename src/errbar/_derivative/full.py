@@ -76,7 +76,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def require_deterministic(network: Network, batch: Batch) -> None:
-    """A model that draws random numbers in eval mode has no derivative to speak of."""
+    """Refuse a model that draws random numbers in eval mode: its derivative is not defined."""
     first, second = network.logits(batch), network.logits(batch)
     # Logits that are not finite have an error of their own.
     if bool(((first - second).abs() > 1e-2 * first.abs().amax()).any()):
@@ -88,8 +88,8 @@ def pulled_back_by_the_whole_model(
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "n"], float]:
     """Random v_n, Σ_n v_nᵀ J_n by differentiating the whole model, and the relative error that rounding explains.
 
-    What the terms of a layer make of the same v must agree. It does not where a weight is used outside its layer as
-    well (a norm of it, a tied product): no module tells of that.
+    The terms of a layer must give the same. They do not where a weight is also used outside its layer (a norm of it, a
+    tied product), which no hook of a module shows.
     """
     values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
     with torch.enable_grad():

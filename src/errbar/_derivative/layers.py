@@ -1,10 +1,10 @@
-"""The layers that are taken apart, and their Jacobians in terms of what they are given and what follows.
+"""Layers whose Jacobians follow from their inputs and from the derivative by their outputs.
 
 A linear layer that is used once, with input h (a 1 appended for the bias) and output a = W h, has the Jacobian
     ∂g/∂W = V ⊗ hᵀ,   V = ∂g/∂a  (M × d; the identity for a layer that returns the logits themselves).
 
-One whose weight is used T times for one sample (a convolution, which is a linear layer that is applied to patches; a
-linear layer applied to tokens) has, with h_t its inputs and V_t = ∂g/∂a_t,
+One whose weight is used T times for one sample (a convolution, which is a linear layer applied to patches; a linear
+layer applied to tokens) has, with h_t its inputs and V_t = ∂g/∂a_t,
     J = Σ_t V_t ⊗ h_tᵀ.
 
 A norm layer returns a = γ ∘ x̂ + β. Each sample n gets zeros of its own added to γ and β,
@@ -29,15 +29,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 
-# Jacobians of one layer of so many bytes are made at a time.
+# The size in bytes of the Jacobians of one layer that are computed at a time.
 JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a layer was given, what the logits are differentiated by, what went on, and the version which that had.
+    """One call of a layer: its inputs, the variable to differentiate by, the output passed on, and its version.
 
-    Differentiated is by the output, of which a copy goes on, or by what a `Interception` has added to it.
+    The variable is the output, of which a copy is passed on, or what an `Interception` has added to it.
     """
 
     inputs: Tensor
@@ -65,16 +65,16 @@ def own_parameters(
 
 def linear_layers(network: Network, selection: Selection) -> list[LinearLayer]:
     """The linear layers whose parameters are selected and belong to nothing else."""
-    found = []
+    layers = []
     for name, part, where in own_parameters(network, selection):
         shape = linear_shape(part)
         if shape is not None:
-            found.append(LinearLayer(name, *shape[:2], where.get("weight"), where.get("bias"), shape[2]))
-    return found
+            layers.append(LinearLayer(name, *shape[:2], where.get("weight"), where.get("bias"), shape[2]))
+    return layers
 
 
 def linear_shape(part: nn.Module) -> tuple[int, int, bool] | None:
-    """Outputs, inputs and whether the weight is transposed, of a linear layer; None for what is none.
+    """Outputs, inputs and whether the weight is transposed, of a linear layer; None for any other module.
 
     A subclass with a forward of its own may do anything.
     """
@@ -147,23 +147,23 @@ class LinearLayer:
 
     def spans(self, start: int, stop: int) -> list[tuple[slice, slice, slice]]:
         """Of outputs start … stop−1: which, which entries of h, and where their parameters lie in the flat vector."""
-        found = []
+        spans = []
         every, inputs = slice(0, stop - start), slice(0, self.inputs)
         if self.weight is not None and self.transposed:
             # The parameters of one output lie as far from each other as there are outputs.
             for output in range(start, stop):
                 where = slice(self.weight.start + output, self.weight.stop, self.outputs)
-                found.append((slice(output - start, output - start + 1), inputs, where))
+                spans.append((slice(output - start, output - start + 1), inputs, where))
         elif self.weight is not None:
             first, last = self.weight.start + start * self.inputs, self.weight.start + stop * self.inputs
-            found.append((every, inputs, slice(first, last)))
+            spans.append((every, inputs, slice(first, last)))
         if self.bias_start is not None:
             one = slice(self.width - 1, self.width)
-            found.append((every, one, slice(self.bias_start + start, self.bias_start + stop)))
-        return found
+            spans.append((every, one, slice(self.bias_start + start, self.bias_start + stop)))
+        return spans
 
     def augmented(self, inputs: Float[Tensor, "*B q"]) -> Float[Tensor, "*B p"]:
-        """h: what the layer was given, as far as its weight is selected, and a one for its bias."""
+        """h: the layer's inputs if its weight is selected, and a one if its bias is."""
         if self.bias is None:
             return inputs
         ones = inputs.new_ones(*inputs.shape[:-1], 1)
@@ -201,7 +201,7 @@ class LinearTerm:
 
 @dataclass(frozen=True)
 class Spans:
-    """Some entries of the flat parameter vector, as few stretches (start, stop) of it as possible."""
+    """Some entries of the flat parameter vector, as the fewest possible ranges (start, stop)."""
 
     spans: tuple[tuple[int, int], ...]
 
@@ -236,11 +236,11 @@ class Spans:
 
     def index(self, position: int) -> int:
         """Where an entry of the flat vector lies among these entries."""
-        before = 0
+        offset = 0
         for start, stop in self.spans:
             if start <= position < stop:
-                return before + position - start
-            before += stop - start
+                return offset + position - start
+            offset += stop - start
         raise AssertionError("unreachable")
 
 
@@ -280,7 +280,7 @@ class SharedLayer(LinearLayer):
     patches: Patches | None = None
 
     def accepts(self, calls: Sequence[Call], size: int) -> bool:
-        """Whether it was called, and every input runs over the samples and is no single one without that dimension."""
+        """Whether it was called, and the first dimension of every input is the samples."""
 
         def fits(inputs: Tensor) -> bool:
             if inputs.is_nested or inputs.ndim < 2 or len(inputs) != size:
@@ -302,7 +302,7 @@ class SharedLayer(LinearLayer):
         k, size = derivative.shape[:2]
         return derivative.reshape(k, size, -1, self.outputs).permute(1, 0, 3, 2)
 
-    def factor(self, calls: Sequence[Call], derivatives: Sequence[Tensor] | None) -> SharedTerm:
+    def term(self, calls: Sequence[Call], derivatives: Sequence[Tensor] | None) -> SharedTerm:
         """J from all calls of the layer; `derivatives` is None where the layer returns the logits themselves."""
         inner = torch.cat([self.inner(call.inputs) for call in calls], 1)
         if derivatives is None:
@@ -314,19 +314,19 @@ class SharedLayer(LinearLayer):
 
 def shared_layers(network: Network, selection: Selection) -> list[SharedLayer]:
     """Linear layers, and convolutions in one group over one or two dimensions, whose parameters are theirs alone."""
-    found = []
+    layers = []
     for name, part, where in own_parameters(network, selection):
         starts = (where.get("weight"), where.get("bias"))
         shape = linear_shape(part)
         if shape is not None:
-            found.append(SharedLayer(name, *shape[:2], *starts, shape[2]))
+            layers.append(SharedLayer(name, *shape[:2], *starts, shape[2]))
         elif isinstance(part, (nn.Conv1d, nn.Conv2d)) and part.groups == 1:
-            plain = nn.Conv1d if isinstance(part, nn.Conv1d) else nn.Conv2d
+            kind = nn.Conv1d if isinstance(part, nn.Conv1d) else nn.Conv2d
             # A subclass with a forward of its own may do anything.
-            if type(part).forward is plain.forward:
+            if type(part).forward is kind.forward:
                 inputs = part.in_channels * int(torch.Size(part.kernel_size).numel())
-                found.append(SharedLayer(name, part.out_channels, inputs, *starts, patches=Patches.of(part)))
-    return found
+                layers.append(SharedLayer(name, part.out_channels, inputs, *starts, patches=Patches.of(part)))
+    return layers
 
 
 def gathered(layer: LinearLayer, vectors: Float[Tensor, "*K n"]) -> Float[Tensor, "*K d p"]:
@@ -398,13 +398,13 @@ class SharedTerm:
         rows = max(1, limit // (classes * d * p * self.inner.element_size()))
         for start in range(0, size, rows):
             part = slice(start, min(start + rows, size))
-            made = self.outer[part].flatten(1, 2) @ self.inner[part]
-            yield part, made.unflatten(1, (classes, d))
+            products = self.outer[part].flatten(1, 2) @ self.inner[part]
+            yield part, products.unflatten(1, (classes, d))
 
     def jacobian(self) -> Float[Tensor, "B M d p"]:
         if self.outer is None:
             return LinearTerm(self.layer, self.inner[:, 0], None).jacobian()
-        return torch.cat([made for _, made in self.pieces()])
+        return torch.cat([piece for _, piece in self.pieces()])
 
     def output_variance(self, variances: Float[Tensor, "d p"]) -> Float[Tensor, "B d"]:
         """Var a_i = Σ_a v_ia h_a², of a layer that is used once."""
@@ -418,7 +418,7 @@ class SharedTerm:
             half = self.outer[..., 0] * self.output_variance(variances).sqrt()[:, None, :]
             return half @ half.mT
         deviations = variances.sqrt()
-        halves = ((made * deviations).flatten(2) for _, made in self.pieces())
+        halves = ((piece * deviations).flatten(2) for _, piece in self.pieces())
         return torch.cat([half @ half.mT for half in halves])
 
     def joint_halves(self, variances: Float[Tensor, "d p"]) -> Iterator[Float[Tensor, "BM d"]]:
@@ -450,17 +450,17 @@ class SharedTerm:
         return (half @ half.T).reshape(size, len(half) // size, size, len(half) // size)
 
 
-def shared_terms(factors: Sequence[LinearTerm]) -> list[SharedTerm]:
+def shared_terms(terms: Sequence[LinearTerm]) -> list[SharedTerm]:
     """The terms of each layer put together."""
     by_layer: dict[LinearLayer, list[LinearTerm]] = {}
-    for factor in factors:
-        by_layer.setdefault(factor.layer, []).append(factor)
-    made = []
-    for layer, terms in by_layer.items():
-        outer = [term.outer for term in terms if term.outer is not None]
-        inner = torch.stack([term.inner for term in terms], 1)
-        made.append(SharedTerm(layer, inner, torch.stack(outer, 3) if outer else None))
-    return made
+    for linear_term in terms:
+        by_layer.setdefault(linear_term.layer, []).append(linear_term)
+    shared = []
+    for layer, layer_terms in by_layer.items():
+        outer = [term.outer for term in layer_terms if term.outer is not None]
+        inner = torch.stack([term.inner for term in layer_terms], 1)
+        shared.append(SharedTerm(layer, inner, torch.stack(outer, 3) if outer else None))
+    return shared
 
 
 @dataclass(frozen=True)
@@ -489,12 +489,12 @@ class NormLayer:
     ) -> tuple[Float[Tensor, "B width"], Float[Tensor, "B ..."]]:
         """δ, and a + δγ ∘ x̂ + δβ."""
         if inputs.ndim <= len(self.shape):
-            return output, output  # a sample without the dimension of samples, which is refused later
+            return output, output  # a single sample without a batch dimension, which is refused later
         zeros = output.new_zeros(len(inputs), self.width, requires_grad=True)
-        alone = (1,) * (inputs.ndim - 1 - len(self.shape))
+        ones = (1,) * (inputs.ndim - 1 - len(self.shape))
         trailing = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-        each = (len(inputs), *alone, *self.shape) if trailing else (len(inputs), *self.shape, *alone)
-        shifts = [zeros[:, where].reshape(each) for where, _ in self.spans]
+        shape = (len(inputs), *ones, *self.shape) if trailing else (len(inputs), *self.shape, *ones)
+        shifts = [zeros[:, where].reshape(shape) for where, _ in self.spans]
         if self.weight_start is not None:
             output = output + shifts[0] * _normalised(module, inputs).to(output.dtype)
         if self.bias_start is not None:
@@ -502,7 +502,7 @@ class NormLayer:
         return zeros, output
 
     def accepts(self, calls: Sequence[Call], size: int) -> bool:
-        """Whether it was called, and every input runs over the samples."""
+        """Whether it was called, and the first dimension of every input is the samples."""
         return bool(calls) and all(
             not call.inputs.is_nested and call.inputs.ndim > len(self.shape) and len(call.inputs) == size
             for call in calls
@@ -512,25 +512,25 @@ class NormLayer:
 def norm_layer_in(selection: Selection, name: str) -> NormLayer | None:
     """The norm layer of that name, by its parameters alone; None if none of them is selected."""
     slices, shapes = selection.slices(), dict(zip(selection.names, selection.shapes, strict=True))
-    own = {kind: f"{name}.{kind}" if name else kind for kind in ("weight", "bias")}
-    starts = {kind: slices[full].start for kind, full in own.items() if full in slices}
+    full_names = {kind: f"{name}.{kind}" if name else kind for kind in ("weight", "bias")}
+    starts = {kind: slices[full].start for kind, full in full_names.items() if full in slices}
     if not starts:
         return None
-    shape = next(shapes[own[kind]] for kind in starts)
+    shape = next(shapes[full_names[kind]] for kind in starts)
     return NormLayer(name, shape, starts.get("weight"), starts.get("bias"))
 
 
 def norm_layers(network: Network, selection: Selection) -> list[NormLayer]:
     """Norm layers over batches, layers, groups and root mean squares, whose parameters are theirs alone."""
-    found = []
+    layers = []
     for name, part, where in own_parameters(network, selection):
         # A subclass with a forward of its own may do anything.
-        known = (kind for kind in (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm) if isinstance(part, kind))
-        kind = next(known, None)
+        kinds = (kind for kind in (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm) if isinstance(part, kind))
+        kind = next(kinds, None)
         parameter = part._parameters.get("weight")
         if kind is not None and parameter is not None and type(part).forward is kind.forward:
-            found.append(NormLayer(name, tuple(parameter.shape), where.get("weight"), where.get("bias")))
-    return found
+            layers.append(NormLayer(name, tuple(parameter.shape), where.get("weight"), where.get("bias")))
+    return layers
 
 
 def _normalised(module: nn.Module, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "B ..."]:

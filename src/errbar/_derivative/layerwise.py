@@ -1,8 +1,8 @@
 """Derivatives layer by layer, from one pass through the network and one backward pass for each logit.
 
 A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.layers`), a norm
-layer its Jacobian; every other parameter (embeddings, convolutions in groups, weights that are
-used elsewhere too) gives plain Jacobians, each sample by itself.
+layer its Jacobian; every other parameter (embeddings, convolutions in groups, weights that are also used elsewhere)
+gives plain Jacobians, one sample at a time.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class LayerwiseDerivative:
         if not self.terms:
             return self.explicit
         whole = self.explicit.new_zeros(*self.explicit.shape[:2], self.n_parameters)
-        for factor in self.terms:
-            scatter_(whole, factor.layer, factor.jacobian())
+        for term in self.terms:
+            scatter_(whole, term.layer, term.jacobian())
         self.rest.put_(whole, self.explicit)
         return whole
 
     def of_rotated(self, rotation: Float[Tensor, "M M"]) -> LayerwiseDerivative:
         """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
-        factors = tuple(factor.of_rotated(rotation) for factor in self.terms)
-        return LayerwiseDerivative(self.n_parameters, factors, self.rest, rotation.mT @ self.explicit)
+        terms = tuple(term.of_rotated(rotation) for term in self.terms)
+        return LayerwiseDerivative(self.n_parameters, terms, self.rest, rotation.mT @ self.explicit)
 
     def to(self, dtype: torch.dtype) -> LayerwiseDerivative:
-        factors = tuple(factor.to(dtype) for factor in self.terms)
-        return LayerwiseDerivative(self.n_parameters, factors, self.rest, self.explicit.to(dtype))
+        terms = tuple(term.to(dtype) for term in self.terms)
+        return LayerwiseDerivative(self.n_parameters, terms, self.rest, self.explicit.to(dtype))
 
     @staticmethod
     def concatenated(parts: Sequence[LayerwiseDerivative]) -> LayerwiseDerivative:
@@ -69,9 +69,9 @@ class LayerwiseDerivative:
         if any(len(part.terms) != len(first.terms) for part in parts):
             whole = torch.cat([part.jacobian() for part in parts])
             return LayerwiseDerivative(first.n_parameters, (), Spans(((0, first.n_parameters),)), whole)
-        factors = tuple(SharedTerm.concatenated(same) for same in zip(*(part.terms for part in parts), strict=True))
+        terms = tuple(SharedTerm.concatenated(group) for group in zip(*(part.terms for part in parts), strict=True))
         explicit = torch.cat([part.explicit for part in parts])
-        return LayerwiseDerivative(first.n_parameters, factors, first.rest, explicit)
+        return LayerwiseDerivative(first.n_parameters, terms, first.rest, explicit)
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class LayerwiseRoute:
     ) -> LayerwiseRoute:
         """By the layers that are taken apart and the norms; all other parameters take plain Jacobians."""
         starts = {name: where.start for name, where in selection.slices().items()}
-        covered = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
-        normed = {start for norm in norms for _, start in norm.spans}
+        layer_starts = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
+        norm_starts = {start for norm in norms for _, start in norm.spans}
         every = zip(selection.names, selection.shapes, strict=True)
-        shapes = {name: shape for name, shape in every if starts[name] not in covered}
-        rest = {name: shape for name, shape in shapes.items() if starts[name] not in normed}
+        shapes = {name: shape for name, shape in every if starts[name] not in layer_starts}
+        rest = {name: shape for name, shape in shapes.items() if starts[name] not in norm_starts}
         return LayerwiseRoute(
             selection.n_parameters,
             n_classes,
@@ -143,11 +143,11 @@ class LayerwiseRoute:
         """For how many samples the derivatives stay within a fixed number of bytes."""
         numbers = self.inner_size + self.n_classes * (self.outer_size + len(self.rest_spans))
         if self.layers and not self.inner_size:
-            numbers = self.n_classes * self.n_parameters  # a file that does not know
+            numbers = self.n_classes * self.n_parameters  # unknown after loading from a file
         return _rows(numbers, device)
 
     def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
-        """The batch in parts of so many samples."""
+        """The batch in parts of `samples_at_a_time`."""
         return batch.parts(self.samples_at_a_time(device))
 
     def derivatives(
@@ -155,8 +155,8 @@ class LayerwiseRoute:
     ) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
         """The logits and their derivative in the network's own dtype, for some samples at a time.
 
-        A batch that calls the layers in another way than the first one is refused; or, with the selection `alone`, is
-        differentiated each sample by itself.
+        A batch that calls the layers in another way than the first one is refused or, with the selection `alone`,
+        differentiated one sample at a time.
         """
         for part in self.chunks(batch, network.device):
             try:
@@ -164,9 +164,9 @@ class LayerwiseRoute:
             except UnlikeFirstBatchError:
                 if alone is None:
                     raise
-                by_itself = LayerwiseRoute.of(alone, self.n_classes, ())
-                for few in by_itself.chunks(part, network.device):
-                    yield by_itself.differentiate(network, few)
+                plain_route = LayerwiseRoute.of(alone, self.n_classes, ())
+                for few in plain_route.chunks(part, network.device):
+                    yield plain_route.differentiate(network, few)
                 continue
             yield pair
             del pair
@@ -187,7 +187,7 @@ class LayerwiseRoute:
         logits = trace.logits.detach()
         names = self.differentiated(trace)
         derivatives = trace.derivatives(names, class_seeds(logits)) if names else {}
-        factors = [layer.factor(trace.calls[layer.name], derivatives.get(layer.name)) for layer in self.layers]
+        terms = [layer.term(trace.calls[layer.name], derivatives.get(layer.name)) for layer in self.layers]
         columns = [(where, part.transpose(0, 1)) for where, part in self.of_norms(derivatives)]
         columns += self.of_rest(network, batch)
         # Under autocast the logits may have a smaller dtype than derivatives.
@@ -195,7 +195,7 @@ class LayerwiseRoute:
         explicit = torch.empty(*logits.shape, len(self.rest_spans), dtype=dtype, device=logits.device)
         for where, part in columns:
             explicit[..., where] = part
-        return logits, LayerwiseDerivative(self.n_parameters, tuple(factors), self.rest_spans, explicit)
+        return logits, LayerwiseDerivative(self.n_parameters, tuple(terms), self.rest_spans, explicit)
 
     def differentiated(self, trace: Trace) -> list[str]:
         """The layers and norms that take a backward pass."""
@@ -203,7 +203,7 @@ class LayerwiseRoute:
         return between + [norm.name for norm in self.norms]
 
     def of_norms(self, derivatives: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[slice, Float[Tensor, "k B c"]]]:
-        """What `Trace.derivatives` holds of the norms, and where among `rest_spans` it belongs."""
+        """The derivatives by the norms, from `Trace.derivatives`, and where among `rest_spans` they go."""
         for norm in self.norms:
             columns = torch.stack(tuple(derivatives[norm.name])).sum(0)
             for where, start in norm.spans:
@@ -212,10 +212,10 @@ class LayerwiseRoute:
     def of_rest(self, network: Network, batch: Batch) -> Iterator[tuple[slice, Float[Tensor, "B M c"]]]:
         """Jacobians by the parameters that neither a layer nor a norm holds, and where among `rest_spans` they go."""
         if self.rest.names:
-            made = jacobians(network, self.rest, batch)
+            columns = jacobians(network, self.rest, batch)
             for name, start in zip(self.rest.names, self.rest_starts, strict=True):
                 where = self.rest.slices()[name]
-                yield self._where(start, where.stop - where.start), made[..., where]
+                yield self._where(start, where.stop - where.start), columns[..., where]
 
     def _where(self, start: int, size: int) -> slice:
         first = self.rest_spans.index(start)
@@ -231,14 +231,14 @@ class LayerwiseRoute:
 
 
 def _rows(numbers: int, device: torch.device) -> int:
-    """How many samples have no more than the fixed number of bytes, at so many numbers each."""
+    """How many samples of so many `numbers` each fit into the fixed number of bytes."""
     return max(1, part_bytes(device.type) // (8 * max(1, numbers)))
 
 
 def part_bytes(kind: str) -> int:
-    """What is made of a part of a batch stays within so many bytes on a device of this kind ("cpu", "cuda").
+    """The limit in bytes of what is computed from one part of a batch, on a device of this kind ("cpu", "cuda").
 
-    A GPU wants parts that are as large as it can hold without being felt: each of them starts thousands of kernels.
+    On a GPU, parts should be as large as its memory easily allows: each of them starts thousands of kernels.
     """
     if kind == "cuda" and torch.cuda.is_available():
         return min(_MOST_PART_BYTES, int(torch.cuda.get_device_properties().total_memory) // 16)
@@ -254,24 +254,24 @@ def _taken_apart(
 ) -> tuple[Trace, tuple[SharedLayer, ...], tuple[NormLayer, ...]]:
     """The layers and norms for which vector-Jacobian products are what differentiating the whole model gives.
 
-    What is left out changes how the others are traced, so these are checked again without it.
+    A layer that drops out changes how the others are traced, so they are checked again without it.
     """
     layers, norms = tuple(shared_layers(network, selection)), tuple(norm_layers(network, selection))
     truth = pulled_back_by_the_whole_model(network, selection, batch)
     while True:
         trace = _traced(network, batch, layers, norms)
-        checked = _Agreement.of(trace, (*layers, *norms), *truth)
-        kept = tuple(filter(checked.of_layer, layers)), tuple(filter(checked.of_norm, norms))
-        if kept == (layers, norms):
+        agreement = _Agreement.of(trace, (*layers, *norms), *truth)
+        remainder = tuple(filter(agreement.of_layer, layers)), tuple(filter(agreement.of_norm, norms))
+        if remainder == (layers, norms):
             return trace, layers, norms
-        layers, norms = kept
+        layers, norms = remainder
 
 
 @dataclass(frozen=True, eq=False)
 class _Agreement:
     """Whether v_nᵀJ_n by the derivatives of a trace is Σ_n v_nᵀJ_n of the whole model, `truth`.
 
-    There is one seed for each sample: what the others have of its derivative shows inputs that do not run over samples.
+    There is one seed for each sample: if other samples contribute to its derivative, the inputs mix samples.
     """
 
     trace: Trace
@@ -290,13 +290,13 @@ class _Agreement:
     ) -> _Agreement:
         size = len(vectors)
         seeds = torch.eye(size).to(vectors)[:, :, None] * vectors
-        accepted = [layer.name for layer in candidates if layer.accepts(trace.calls[layer.name], size)]
+        names = [layer.name for layer in candidates if layer.accepts(trace.calls[layer.name], size)]
         try:
-            derivatives = trace.derivatives(accepted, seeds)
+            derivatives = trace.derivatives(names, seeds)
         except RuntimeError:
             derivatives = {}
-            for name in accepted:
-                # Fails where activations are computed again on the way back, without what the trace has added.
+            for name in names:
+                # Fails where activations are recomputed in the backward pass, without what the trace has added.
                 with suppress(RuntimeError):
                     derivatives |= trace.derivatives([name], seeds)
         # Under autocast inside the model, layers compute in another dtype than their parameters and the logits have.
@@ -307,17 +307,17 @@ class _Agreement:
         if layer.name not in self.derivatives:
             return False
         outer = [self.seeds] if self.trace.returns_logits(layer.name) else self.derivatives[layer.name]
-        made = layer.factor(self.trace.calls[layer.name], outer).to(torch.float64).jacobian()
-        return self._agrees(made.diagonal().sum(-1), gathered(layer, self.truth))
+        jacobian = layer.term(self.trace.calls[layer.name], outer).to(torch.float64).jacobian()
+        return self._agrees(jacobian.diagonal().sum(-1), gathered(layer, self.truth))
 
     def of_norm(self, norm: NormLayer) -> bool:
         if norm.name not in self.derivatives:
             return False
-        made = torch.stack(self.derivatives[norm.name]).sum(0)
-        expected = torch.cat([self.truth[start : start + w.stop - w.start] for w, start in norm.spans])
-        return self._agrees(made.diagonal().sum(-1), expected)
+        jacobian = torch.stack(self.derivatives[norm.name]).sum(0)
+        truth = torch.cat([self.truth[start : start + w.stop - w.start] for w, start in norm.spans])
+        return self._agrees(jacobian.diagonal().sum(-1), truth)
 
-    def _agrees(self, made: Tensor, expected: Float[Tensor, "..."]) -> bool:
-        # A layer with hardly any derivative is compared on the scale of the others: the rest of it is rounding.
-        scale = float(expected.norm()) + 1e-2 * float(self.truth.norm())
-        return float((made.double() - expected).norm()) <= self.tolerance * scale
+    def _agrees(self, gradient: Tensor, truth: Float[Tensor, "..."]) -> bool:
+        # A layer with a tiny derivative is compared on the scale of the others: the rest is rounding.
+        scale = float(truth.norm()) + 1e-2 * float(self.truth.norm())
+        return float((gradient.double() - truth).norm()) <= self.tolerance * scale

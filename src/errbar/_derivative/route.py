@@ -19,9 +19,10 @@ from errbar._model.network import Network
 from errbar._model.selection import Selection, listed
 from errbar.errors import MismatchError
 
-# Jacobians of so many bytes are made at a time: enough to fill a matrix product, little beside the posterior.
+# The size in bytes of the Jacobians that are computed at a time: large enough for an efficient matrix product, small
+# beside the posterior.
 JACOBIAN_BYTES = {"cpu": 2**27, "cuda": 2**30}
-# Samples that are differentiated at a time where no Jacobian is formed.
+# The number of samples differentiated at a time where no Jacobian is formed.
 FACTORED_ROWS = {"cpu": 1024, "cuda": 4096}
 
 
@@ -48,31 +49,31 @@ class Derivative:
             return parts[0]
         first = parts[0]
         if all(part.terms is not None and len(part.terms) == 1 for part in parts):
-            factors = [part.terms[0] for part in parts if part.terms is not None]
-            outer = [factor.outer for factor in factors if factor.outer is not None]
-            inner = torch.cat([factor.inner for factor in factors])
-            joined = LinearTerm(factors[0].layer, inner, torch.cat(outer) if outer else None)
-            return Derivative(first.n_parameters, first.n_classes, (joined,), None)
+            terms = [part.terms[0] for part in parts if part.terms is not None]
+            outer = [term.outer for term in terms if term.outer is not None]
+            inner = torch.cat([term.inner for term in terms])
+            whole = LinearTerm(terms[0].layer, inner, torch.cat(outer) if outer else None)
+            return Derivative(first.n_parameters, first.n_classes, (whole,), None)
         explicit = torch.cat([part.jacobian() for part in parts])
         return Derivative(first.n_parameters, first.n_classes, None, explicit)
 
     def of_rotated(self, rotation: Float[Tensor, "M M"]) -> Derivative:
         """The derivative of Qᵀg in place of g: contrasts have their own digits beside a common shift."""
-        factors = None if self.terms is None else tuple(factor.of_rotated(rotation) for factor in self.terms)
+        terms = None if self.terms is None else tuple(term.of_rotated(rotation) for term in self.terms)
         explicit = None if self.explicit is None else rotation.mT @ self.explicit
-        return Derivative(self.n_parameters, self.n_classes, factors, explicit)
+        return Derivative(self.n_parameters, self.n_classes, terms, explicit)
 
     def to(self, dtype: torch.dtype) -> Derivative:
-        factors = None if self.terms is None else tuple(factor.to(dtype) for factor in self.terms)
+        terms = None if self.terms is None else tuple(term.to(dtype) for term in self.terms)
         explicit = None if self.explicit is None else self.explicit.to(dtype)
-        return Derivative(self.n_parameters, self.n_classes, factors, explicit)
+        return Derivative(self.n_parameters, self.n_classes, terms, explicit)
 
 
 @dataclass(frozen=True)
 class Route:
     """How to differentiate: by the terms of these linear layers, or by Jacobians that are made layer by layer.
 
-    `identity` where all that is selected is one linear layer whose output are the logits themselves.
+    `identity` if the whole selection is one linear layer whose outputs are the logits themselves.
     """
 
     layers: tuple[LinearLayer, ...]
@@ -86,16 +87,14 @@ class Route:
         few = batch.rows(0, 2)
         require_deterministic(network, few)
         if sum(layer.size for layer in layers) == selection.n_parameters:
-            logits, terms = capture(network, layers, few)
-            factors = [factor for part in (terms or {}).values() for factor in part]
+            logits, by_layer = capture(network, layers, few)
+            terms = [term for part in (by_layer or {}).values() for term in part]
             if (
-                terms is not None
-                and terms_are_cheaper(
-                    [factor.layer.size for factor in factors], selection.n_parameters, logits.shape[1]
-                )
-                and _agrees(network, selection, layers, terms, few)
+                by_layer is not None
+                and terms_are_cheaper([term.layer.size for term in terms], selection.n_parameters, logits.shape[1])
+                and _agrees(network, selection, layers, by_layer, few)
             ):
-                return Route(layers, identity=len(factors) == 1 and factors[0].outer is None)
+                return Route(layers, identity=len(terms) == 1 and terms[0].outer is None)
         return Route((), by_layer=LayerwiseRoute.plan(network, selection, batch))
 
     @property
@@ -119,7 +118,7 @@ class Route:
             )
 
     def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
-        """The batch in parts that keep what is made of them within a fixed number of bytes."""
+        """The batch in parts whose derivatives stay within a fixed number of bytes."""
         size = FACTORED_ROWS.get(device.type, FACTORED_ROWS["cpu"])
         if self.by_layer is not None:
             numbers = self.by_layer.n_classes * self.by_layer.n_parameters
@@ -141,17 +140,17 @@ def differentiate(
     """The logits of a prepared batch and their derivative, both in the network's own dtype."""
     n = selection.n_parameters
     if route.by_layer is None:
-        logits, terms = capture(network, route.layers, batch)
-        if terms is not None:
-            factors = tuple(factor for part in terms.values() for factor in part)
-            return logits, Derivative(n, logits.shape[1], factors, None)
+        logits, by_layer = capture(network, route.layers, batch)
+        if by_layer is not None:
+            terms = tuple(term for part in by_layer.values() for term in part)
+            return logits, Derivative(n, logits.shape[1], terms, None)
     else:
         try:
-            logits, made = route.by_layer.differentiate(network, batch)
-            return logits, Derivative(n, logits.shape[1], None, made.jacobian())
+            logits, derivative = route.by_layer.differentiate(network, batch)
+            return logits, Derivative(n, logits.shape[1], None, derivative.jacobian())
         except UnlikeFirstBatchError:
             logits = network.logits(batch)
-    # Layers are called in another way than by the first batch: each sample by itself, whatever they do.
+    # The layers are not called as they were by the first batch: one sample at a time works whatever they do.
     return logits, Derivative(n, logits.shape[1], None, jacobians(network, selection, batch))
 
 
@@ -163,25 +162,31 @@ def capture(
     None in place of the terms when a layer was not called exactly once, or its input does not start with the samples.
     """
     trace = record(network, [layer.name for layer in layers], batch)
-    result = trace.logits.detach()
+    logits = trace.logits.detach()
     if any(
-        len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(result) or calls[0].inputs.ndim < 2
+        len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(logits) or calls[0].inputs.ndim < 2
         for calls in trace.calls.values()
     ):
-        return result, None
+        return logits, None
     between = [layer.name for layer in layers if not trace.returns_logits(layer.name)]
-    derivatives = trace.derivatives(between, class_seeds(result)) if between else {}
-    factors = {}
+    derivatives = trace.derivatives(between, class_seeds(logits)) if between else {}
+    terms = {}
     for layer in layers:
         derivative = derivatives[layer.name][0] if layer.name in derivatives else None
-        factors[layer.name] = _factors(layer, trace.calls[layer.name][0].inputs, derivative)
+        terms[layer.name] = _terms(layer, trace.calls[layer.name][0].inputs, derivative)
     # Layers may have other dtypes than each other, and under autocast than their inputs.
-    held = [tensor for own in factors.values() for f in own for tensor in (f.inner, f.outer) if tensor is not None]
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in held), result.dtype)
-    return result, {name: [factor.to(dtype) for factor in own] for name, own in factors.items()}
+    tensors = [
+        tensor
+        for layer_terms in terms.values()
+        for f in layer_terms
+        for tensor in (f.inner, f.outer)
+        if tensor is not None
+    ]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), logits.dtype)
+    return logits, {name: [factor.to(dtype) for factor in layer_terms] for name, layer_terms in terms.items()}
 
 
-def _factors(
+def _terms(
     layer: LinearLayer, inputs: Float[Tensor, "B *T q"], derivative: Float[Tensor, "M B *T d"] | None
 ) -> list[LinearTerm]:
     """One term, or one for each token."""
@@ -198,36 +203,36 @@ def _agrees(
     network: Network,
     selection: Selection,
     layers: tuple[LinearLayer, ...],
-    terms: dict[str, list[LinearTerm]],
+    by_layer: dict[str, list[LinearTerm]],
     batch: Batch,
 ) -> bool:
     """Whether one vector-Jacobian product by the terms is what differentiating the whole model gives."""
     vectors, truth, tolerance = pulled_back_by_the_whole_model(network, selection, batch)
-    made = torch.zeros_like(truth)
-    covered = torch.zeros_like(truth, dtype=torch.bool)
+    gradient = torch.zeros_like(truth)
+    mask = torch.zeros_like(truth, dtype=torch.bool)
     for layer in layers:
-        total = sum(factor.pulled_back(vectors) for factor in terms[layer.name])
+        total = sum(term.pulled_back(vectors) for term in by_layer[layer.name])
         positions = layer.positions().to(truth.device)
-        made[positions] = torch.as_tensor(total).double()
-        covered[positions] = True
-    return float((made - truth)[covered].norm()) <= tolerance * float(truth[covered].norm())
+        gradient[positions] = torch.as_tensor(total).double()
+        mask[positions] = True
+    return float((gradient - truth)[mask].norm()) <= tolerance * float(truth[mask].norm())
 
 
-def _assembled(factors: tuple[LinearTerm, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:
+def _assembled(terms: tuple[LinearTerm, ...], n: int, classes: int) -> Float[Tensor, "B M n"]:
     """The sum of the terms, each where its layer lies in the flat vector."""
-    first = factors[0].inner
+    first = terms[0].inner
     explicit = first.new_zeros(len(first), classes, n)
-    for factor in factors:
-        term, layer = factor.jacobian(), factor.layer
+    for term in terms:
+        part, layer = term.jacobian(), term.layer
         if layer.weight is not None:
-            explicit[:, :, layer.weight] += layer.as_flat(term[..., : layer.inputs])
+            explicit[:, :, layer.weight] += layer.as_flat(part[..., : layer.inputs])
         if layer.bias is not None:
-            explicit[:, :, layer.bias] += term[..., -1]
+            explicit[:, :, layer.bias] += part[..., -1]
     return explicit
 
 
 def terms_are_cheaper(sizes: Sequence[int], n: int, classes: int) -> bool:
-    """Multiplications a sample: all pairs of terms of so many parameters, a quarter where both are the same, against
+    """Multiplications per sample: all pairs of terms of so many parameters, a quarter where both are the same, against
     M n² for Jacobians."""
     total = sum(sizes)
     squares = sum(size**2 for size in sizes)

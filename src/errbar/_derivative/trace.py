@@ -1,4 +1,4 @@
-"""One pass through the network that notes what some layers are given and what they return, with the graph behind it.
+"""One pass through the network that records the inputs and outputs of some layers, with the graph behind them.
 
 The layers in between may be anything that treats samples independently.
 """
@@ -42,7 +42,7 @@ class Trace:
 
 
 class UnlikeFirstBatchError(ModelError):
-    """A layer is called in another way than by the first batch, which decided how it is differentiated."""
+    """A layer is not called as it was by the first batch, which decided how it is differentiated."""
 
     @staticmethod
     def of(name: str) -> UnlikeFirstBatchError:
@@ -58,12 +58,12 @@ def class_seeds(logits: Float[Tensor, "B M"]) -> Float[Tensor, "M B M"]:
     return torch.eye(classes, dtype=logits.dtype, device=logits.device)[:, None, :].expand(classes, size, classes)
 
 
-# Of a module, its input and its output: what is to be differentiated by, and what goes on in place of the output.
+# From a module, its input and its output: the variable to differentiate by, and what to pass on as the output.
 Interception = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _by_output(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The rest of the network gets a copy, because an activation may overwrite what it is given."""
+    """The rest of the network gets a copy, because an activation may overwrite its input."""
     output = output if output.requires_grad else output.detach().requires_grad_()
     return output, output.clone()
 
@@ -75,10 +75,10 @@ def _not_at_all(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tens
 def record(
     network: Network, names: Sequence[str], batch: Batch, probes: Mapping[str, Interception] | None = None
 ) -> Trace:
-    """Run the network and note every call of the modules `names` and `probes`; the graph starts at the first."""
+    """Run the network and record every call of the modules `names` and `probes`; the graph starts at the first."""
     replica = network.replica()
-    noted: dict[str, Interception] = {**dict.fromkeys(names, _by_output), **(probes or {})}
-    seen: dict[str, list[Call]] = {name: [] for name in noted}
+    interceptions: dict[str, Interception] = {**dict.fromkeys(names, _by_output), **(probes or {})}
+    calls: dict[str, list[Call]] = {name: [] for name in interceptions}
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -86,28 +86,30 @@ def record(
             # The graph starts at the first selected layer: what comes before it is not differentiated.
             torch.set_grad_enabled(True)
             # Nested tensors, which transformers make of padded sequences, do not run over the samples: see `accepts`.
-            probe = _not_at_all if inputs.is_nested or output.is_nested else noted[name]
-            differentiated, passed_on = probe(module, inputs.detach(), output)
-            seen[name].append(Call(inputs.detach(), differentiated, passed_on, passed_on._version))
+            interception = _not_at_all if inputs.is_nested or output.is_nested else interceptions[name]
+            differentiated, passed_on = interception(module, inputs.detach(), output)
+            calls[name].append(Call(inputs.detach(), differentiated, passed_on, passed_on._version))
             return passed_on
 
         return hook
 
     modules = dict(replica.named_modules())
     # Before hooks of the user, which may change what the layer passes on.
-    handles = [modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in noted]
+    handles = [
+        modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in interceptions
+    ]
     try:
         with torch.no_grad():
-            result = network.logits(batch)
+            logits = network.logits(batch)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(result, seen)
+    return Trace(logits, calls)
 
 
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """Without the warning that an operation is mapped over the batch one by one: it is slow and right."""
+    """Suppress the warning that an operation is mapped over the batch one by one: slow, but correct."""
     switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
     switch(False)
     try:
