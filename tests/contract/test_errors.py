@@ -371,7 +371,7 @@ def test_functions_that_make_probabilities_are_seen_in_the_graph(
         lambda: errbar.collect(model, [inputs()], last_layers=1),
         lambda: errbar.plan(model, inputs()),
     ):
-        with pytest.raises(errbar.ModelError, match=rf"outputs are what a {kind} returned.*probabilities; expected"):
+        with pytest.raises(errbar.ModelError, match=rf"outputs come from a {kind}, .*probabilities; expected"):
             call()
 
 
@@ -390,7 +390,7 @@ def test_logits_that_a_softmax_takes_part_in_are_logits(change: Callable[[Tensor
 
 @pytest.mark.parametrize("name", ["relu", "tanh", "exp"])
 def test_outputs_that_are_hardly_logits_are_warned_about(name: str) -> None:
-    with pytest.warns(UserWarning, match=rf"outputs are what {name} returned, which logits hardly ever are"):
+    with pytest.warns(UserWarning, match=rf"outputs come from {name}, which is unusual for logits"):
         errbar.collect(Returning(getattr(torch, name)), [inputs()], last_layers=1)
 
 

@@ -586,7 +586,7 @@ def test_kron_refuses_a_prior_that_differs_within_a_layer() -> None:
     total = Run.of("kron", seeded(mlp), x, last_layers=1).total(x)
     prior = torch.ones(28, dtype=FLOAT64)
     prior[24:] = 2.0
-    with pytest.raises(errbar.ArgumentError, match=r"layer '4' goes from 1 to 2; structure='kron' needs one number"):
+    with pytest.raises(errbar.ArgumentError, match=r"layer '4' ranges from 1 to 2; structure='kron' needs one number"):
         total.condition(prior, 1e-12)
 
 

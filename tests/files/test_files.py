@@ -159,10 +159,10 @@ def test_a_recursed_covariance_comes_back_to_the_last_bit(name: str, tmp_path: P
     posterior.covariance()
     few = [(x[:2], y[:2]) for x, y in case.data(first=5)]
     recursed = posterior.update(few)
-    assert recursed.factor.recursed > 0  # type: ignore[union-attr]
+    assert recursed.factor.recursion_rows > 0  # type: ignore[union-attr]
     recursed.save(tmp_path / "file", factors=True)
     loaded = errbar.load(tmp_path / "file", case.model())
-    assert loaded.factor.recursed == recursed.factor.recursed  # type: ignore[union-attr]
+    assert loaded.factor.recursion_rows == recursed.factor.recursion_rows  # type: ignore[union-attr]
     expected, found = numbers(recursed, case), numbers(loaded, case)
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
 

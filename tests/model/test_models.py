@@ -666,7 +666,7 @@ def test_parameters_as_near_to_the_logits_are_not_left_out_silently(
 ) -> None:
     x = draw(8, 4)
     x[:, 0] = torch.tensor([0.0] * 7 + [9.0])
-    with pytest.warns(UserWarning, match=rf"leave out parameters that are as near to the logits: {skipped}\. Their"):
+    with pytest.warns(UserWarning, match=rf"leave out parameters that are as close to the logits: {skipped}\. Their"):
         errbar.collect(seeded(Headed(compute)), [x], last_layers=1)
 
 
@@ -769,7 +769,7 @@ def test_models_of_several_dtypes(make: Callable[[], nn.Module], select: dict[st
 
 @pytest.mark.parametrize("structure", ["dense", "block", "kron", "diag", "lowrank"])
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
-@pytest.mark.filterwarnings("ignore:structure='kron' takes '0' as 'diag' does")
+@pytest.mark.filterwarnings("ignore:structure='kron' treats '0' as 'diag' does")
 def test_sparse_embeddings(kind: Any, structure: str) -> None:
     """`sparse=True` is about gradients for optimisers; the derivative is the same, and the model keeps its flag."""
     x = torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(2))

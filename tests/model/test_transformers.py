@@ -81,7 +81,7 @@ def told_of_diagonals(structure: str, name: str) -> AbstractContextManager[Any]:
     """`kron` says which layers it cannot take apart; nothing is said of the others."""
     if structure != "kron":
         return nullcontext()
-    return pytest.warns(errbar.StructureNotice, match=f"'kron' takes .*{name}.* as 'diag' does")
+    return pytest.warns(errbar.StructureNotice, match=f"'kron' treats .*{name}.* as 'diag' does")
 
 
 def truth(model: nn.Module, batch: dict[str, Tensor], names: tuple[str, ...], prior: float) -> tuple[Tensor, Tensor]:
@@ -237,14 +237,14 @@ def test_transposed_linear_layers_with_a_forward_of_their_own_are_something_else
             return out
 
     model = seeded(lambda: nn.Sequential(Scaled(5, 4), nn.Tanh(), nn.Linear(5, 3)))
-    with pytest.warns(errbar.StructureNotice, match=r"'kron' takes '0' as 'diag' does, 20 of 43 parameters"):
+    with pytest.warns(errbar.StructureNotice, match=r"'kron' treats '0' as 'diag' does, 20 of 43 parameters"):
         information = errbar.collect(model, [torch.ones(4, 4)], parameters="all", structure="kron")
     assert [block.layer.name for block in information.total.blocks] == ["2"]
 
 
 def test_kronecker_factors_of_gpt2_and_what_is_diagonal_in_it() -> None:
     model, batch = gpt2(), sentences(6)
-    notice = r"'kron' takes 'transformer\.wte', 'transformer\.wpe' as 'diag' does, 448 of 2,232 parameters"
+    notice = r"'kron' treats 'transformer\.wte', 'transformer\.wpe' as 'diag' does, 448 of 2,232 parameters"
     with pytest.warns(errbar.StructureNotice, match=notice) as told:
         information = errbar.collect(model, parts(batch), parameters="all", structure="kron")
     assert len(told) == 1

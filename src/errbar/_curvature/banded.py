@@ -1,8 +1,8 @@
-"""The same sums for a layer with many inputs and few outputs, with less to write.
+"""The sums of `packed` for a layer with many inputs and few outputs, with less memory traffic.
 
-`packed` makes p(p+1)/2 rows h_a ∘ h_b a sample. Where the k pairs of outputs are fewer than (p+1)/2, it is cheaper to
+`packed` makes p(p+1)/2 rows h_a ∘ h_b per sample. Where the k pairs of outputs are fewer than (p+1)/2, it is cheaper to
 scale h by each weight: Σ_n S_k h hᵀ is, for a *band* of consecutive a and all b not below its first, one product of the
-rows S_k h_a with hᵀ. The part of a band below the diagonal is computed for nothing, so bands are narrow.
+rows S_k h_a with hᵀ. The part of a band below the diagonal is wasted, so bands are narrow.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def zeros(p: int, k: int, device: torch.device) -> Bands:
 def _empty(
     p: int, k: int, dtype: torch.dtype, device: torch.device, make: Callable[..., Tensor] = torch.empty
 ) -> Bands:
-    """All bands in one stretch of memory, which goes back to the system as a whole."""
+    """All bands in one block of memory, which is returned to the system as a whole."""
     shapes = [(k, stop - start, p - start) for start, stop in _spans(p)]
     sizes = [rows * columns * k for _, rows, columns in shapes]
     whole = make(sum(sizes), dtype=dtype, device=device)
@@ -60,7 +60,7 @@ def add_products(totals: Bands, weights: Float[Tensor, "k B"], rows: Float[Tenso
     """
     k, (p, samples) = len(weights), rows.shape
     tile = TILE_SAMPLES if weights.device.type == "cpu" else samples
-    # Copies, because rows at a distance of a power of two share the same few places in the cache.
+    # Copies, because rows at a distance of a power of two collide in the cache.
     tiles = [(w.contiguous(), h.contiguous()) for w, h in zip(weights.split(tile, 1), rows.split(tile, 1), strict=True)]
     buffer = torch.empty(k * ROWS * min(tile, samples), dtype=weights.dtype, device=weights.device)
     products = torch.empty(k * ROWS * p, dtype=weights.dtype, device=weights.device)
@@ -87,11 +87,11 @@ def to_packed(bands: Bands) -> Float[Tensor, "rows k"]:
     """The entries a ≤ b in the order of `packed.triangle`."""
     k, _, p = bands[0].shape
     packed = torch.empty(p * (p + 1) // 2, k, dtype=bands[0].dtype, device=bands[0].device)
-    filled = 0
+    start = 0
     for band in bands:
         a, b = torch.triu_indices(band.shape[1], band.shape[2], device=band.device)
-        packed[filled : filled + len(a)] = band[:, a, b].T
-        filled += len(a)
+        packed[start : start + len(a)] = band[:, a, b].T
+        start += len(a)
     return packed
 
 

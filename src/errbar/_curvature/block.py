@@ -1,7 +1,7 @@
 """Exact within each layer, nothing between layers (sec:high-level).
 
 The information matrix of the layers together is cut to its diagonal blocks, one for each module that owns parameters;
-each block is what `_curvature.dense` makes of that module alone. P is then block-diagonal too, and
+each block is the `_curvature.dense` structure of that module alone. P is then block-diagonal too, and
 P^g = Σ_l J_l P_l J_lᵀ.
 """
 
@@ -73,9 +73,9 @@ class Block:
         n, classes = len(self.part), derivative.n_classes
         if derivative.terms is None:
             return Derivative(n, classes, None, self.part.take(derivative.jacobian()))
-        own = [factor for factor in derivative.terms if factor.layer.name == self.name]
-        factors = tuple(replace(factor, layer=self.rebased(factor.layer)) for factor in own)
-        return Derivative(n, classes, factors, None)
+        own_terms = [term for term in derivative.terms if term.layer.name == self.name]
+        terms = tuple(replace(term, layer=self.rebased(term.layer)) for term in own_terms)
+        return Derivative(n, classes, terms, None)
 
 
 def blocks(selection: Selection) -> tuple[Block, ...]:
@@ -177,7 +177,7 @@ class BlockFactor(Refactorised):
 
     @property
     def jitter(self) -> float:
-        """The largest that one of the blocks needed."""
+        """The largest jitter that any block needed."""
         return max(factor.jitter for factor in self.factors)
 
     @property
@@ -199,10 +199,10 @@ class BlockFactor(Refactorised):
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P), in the order of the flat vector."""
-        drawn = torch.empty_like(normal)
+        draws = torch.empty_like(normal)
         for block, factor in zip(self.blocks, self.factors, strict=True):
-            drawn[:, block.part.positions(normal.device)] = factor.sample(block.part.take(normal))
-        return drawn
+            draws[:, block.part.positions(normal.device)] = factor.sample(block.part.take(normal))
+        return draws
 
     def log_determinant_of_precision(self) -> float:
         return sum(factor.log_determinant_of_precision() for factor in self.factors)
@@ -219,11 +219,11 @@ class BlockFactor(Refactorised):
         return {"blocks": [small for small, _ in pairs]}, {k: v for _, arrays in pairs for k, v in arrays.items()}
 
     def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> PairCoefficients:
-        by_name = {block.name: (block, own) for block, own in zip(self.blocks, self.factors, strict=True)}
+        by_name = {block.name: (block, factor) for block, factor in zip(self.blocks, self.factors, strict=True)}
         pairs = {}
         for index, layer in enumerate(layers):
-            block, own = by_name[layer.name]
-            pairs[index, index] = packed.coefficients(own.covariance, block.rebased(layer).positions(), None, dtype)
+            block, factor = by_name[layer.name]
+            pairs[index, index] = packed.coefficients(factor.covariance, block.rebased(layer).positions(), None, dtype)
         return PairCoefficients(pairs)
 
 
@@ -256,33 +256,33 @@ class BlockStructure(Structure):
 
 
 def cost(work: Workload) -> Cost:
-    """What `dense` takes for each module alone; derivatives are made for all of them together."""
+    """The costs of `dense` for each module alone; derivatives are computed for all of them together."""
     if work.is_factored:
         parts = [dense.cost(work.of_module(module, size)) for module, size in work.modules]
         posterior = sum(part.posterior_bytes for part in parts)
         transient = max(part.fit_bytes - part.posterior_bytes // 2 for part in parts)
-        drawing = (len(parts) - 1) * drawing_bytes(work, full=True)
-        repeated = (len(parts) - 1) * drawing_products(work, full=True)
+        draw_bytes = (len(parts) - 1) * drawing_bytes(work, full=True)
+        draw_products = (len(parts) - 1) * drawing_products(work, full=True)
         return Cost(
             posterior,
             max(posterior // 2 + transient, posterior),
-            sum(part.predict_bytes for part in parts) - drawing,
+            sum(part.predict_bytes for part in parts) - draw_bytes,
             sum(part.sample_products for part in parts),
             sum(part.once_products for part in parts),
-            sum(part.input_products for part in parts) - repeated,
+            sum(part.input_products for part in parts) - draw_products,
             _most(part.seeds for part in parts),
             exact=len(parts) == 1,
         )
     s, sizes = work.itemsize, [size for _, size in work.modules]
     squares = sum(size**2 for size in sizes)
     jacobian = jacobian_samples(work) * work.classes * work.n * s
-    fit = max(16 * squares, 8 * squares + max(s * max(sizes) ** 2 + 2 * jacobian, explicit_bytes(work)))
-    predict = 16 * squares + (s * squares if s < 8 else 0) + max(explicit_bytes(work), 3 * jacobian)
+    fit_bytes = max(16 * squares, 8 * squares + max(s * max(sizes) ** 2 + 2 * jacobian, explicit_bytes(work)))
+    predict_bytes = 16 * squares + (s * squares if s < 8 else 0) + max(explicit_bytes(work), 3 * jacobian)
     products = work.classes * squares + ADDED_PRODUCTS * squares / jacobian_samples(work) + explicit_products(work)
     return Cost(
         16 * squares,
-        fit,
-        predict + drawing_bytes(work, full=True),
+        fit_bytes,
+        predict_bytes + drawing_bytes(work, full=True),
         products,
         sum(size**3 / 3 for size in sizes) + 10.0 * squares,
         work.classes * squares / 2 + explicit_products(work) + drawing_products(work, full=True),

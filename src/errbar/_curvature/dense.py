@@ -1,6 +1,6 @@
 """The exact structure: all of the information matrix, all of the covariance.
 
-`DenseSum` is what the data said, Σ_n J_nᵀ Λ_n J_n; `DenseFactor` is the posterior that it makes with a prior,
+`DenseSum` is the information of the data, Σ_n J_nᵀ Λ_n J_n; `DenseFactor` is the posterior with a prior,
 P = (Σ + diag λ)⁻¹, kept as the Cholesky factor of the precision or, after small updates, as P itself.
 """
 
@@ -54,9 +54,9 @@ from errbar.errors import DamagedFileError
 # Two layers, and whether the block is of one term with itself, and so symmetric.
 BlockKey = tuple[LinearLayer, LinearLayer, bool]
 
-# Samples are gathered until their products are worth a pass over the sums, or take so many bytes.
+# Samples are staged until their products are worth a pass over the sums, or take so many bytes.
 STAGED_SAMPLES = {"cpu": 1024, "cuda": 16384}
-# One wide layer alone has large sums and narrow products, and is worth more samples a pass.
+# One wide layer alone has large sums and narrow products, so a pass should take more samples.
 STAGED_SAMPLES_OF_BANDS = {"cpu": 4096, "cuda": 16384}
 STAGED_BYTES = 2**28
 # Rows that are cast to float64 at a time, to check the sums of float32 products.
@@ -67,8 +67,8 @@ _CHECKED_ROWS = 64
 class DenseSum:
     """Σ_n J_nᵀ Λ_n J_n in float64; additive.
 
-    `error` is what rounding of float32 products did to (Σ_n J_nᵀ Λ_n J_n) s, s the `linalg.signs`, where that is
-    known: not for sums that came from a file.
+    `error` is the rounding error of float32 products in (Σ_n J_nᵀ Λ_n J_n) s, s the `linalg.signs`; None where it is
+    unknown, as for sums from a file.
     """
 
     matrix: Float[Tensor, "n n"]
@@ -102,7 +102,7 @@ class DenseSum:
         return linalg.is_positive_semidefinite(self.matrix, tolerance=tolerance)
 
     def condition(self, prior_precision: Float[Tensor, "n"], limit: float) -> DenseFactor:
-        """Factorise the precision now, so that a bad one is noticed here and not at the first prediction."""
+        """Factorise the precision now, so that a bad one is refused here and not at the first prediction."""
         factor = DenseFactor(self, prior_precision, limit)
         factor.factorisation  # noqa: B018  (computed and cached)
         return factor
@@ -135,26 +135,26 @@ class DenseAccumulator:
         self.matrix: Float[Tensor, "n n"] | None = None
         self.blocks: dict[BlockKey, Float[Tensor, "rows k"]] = {}
         self.bands: dict[BlockKey, banded.Bands] = {}
-        self.contrasted: set[LinearLayer] = set()
+        self.contrast_layers: set[LinearLayer] = set()
         self.staged: list[tuple[Float[Tensor, "B M M"], tuple[LinearTerm, ...]]] = []
         self.staged_samples = 0
-        # Σ_n J_nᵀ Λ_n J_n s in float64, to compare the sums with; not needed where those are float64 themselves.
-        self.checked = None if dtype == torch.float64 else torch.zeros(n, dtype=torch.float64, device=device)
+        # Σ_n J_nᵀ Λ_n J_n s in float64, to compare the sums with; not needed if those are float64 themselves.
+        self.reference = None if dtype == torch.float64 else torch.zeros(n, dtype=torch.float64, device=device)
 
     def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
         if derivative.terms is None:
             rows = weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype)
             self._add_rows(rows)
-            if self.checked is not None:
-                for few in rows.split(_CHECKED_ROWS):
-                    part = few.double()
-                    self.checked += (part @ linalg.signs(self.n, self.device)) @ part
+            if self.reference is not None:
+                for some_rows in rows.split(_CHECKED_ROWS):
+                    part = some_rows.double()
+                    self.reference += (part @ linalg.signs(self.n, self.device)) @ part
             return
         if self.staged and not _same_layers(self.staged[-1][1], derivative.terms):
             self._flush()
         weights = fisher_matrix(logits, self.fisher)
-        if self.checked is not None:
-            _add_applied(self.checked, weights, derivative.terms)
+        if self.reference is not None:
+            _add_applied(self.reference, weights, derivative.terms)
         terms = tuple(term.to(self.dtype) for term in derivative.terms)
         self.staged.append((weights.to(self.dtype), terms))
         self.staged_samples += len(logits)
@@ -165,14 +165,14 @@ class DenseAccumulator:
         if self.staged:
             self._flush()
         total = self._zeros() if self.matrix is None else linalg.mirror_(self.matrix)
-        # One after the other, each let go of: together they can be as large as the matrix.
+        # One after the other, each freed at once: together they can be as large as the matrix.
         for key in list(self.blocks):
             _add_block(total, key, self._in_logits(key, self.blocks.pop(key)))
         for key in list(self.bands):
             _add_block(total, key, self._in_logits(key, banded.to_packed(self.bands.pop(key))))
-        if self.checked is None:
+        if self.reference is None:
             return DenseSum(total)
-        return DenseSum(total, total @ linalg.signs(self.n, self.device) - self.checked)
+        return DenseSum(total, total @ linalg.signs(self.n, self.device) - self.reference)
 
     def _zeros(self) -> Float[Tensor, "n n"]:
         return torch.zeros(self.n, self.n, dtype=torch.float64, device=self.device)
@@ -187,14 +187,14 @@ class DenseAccumulator:
             linalg.add_in_place(self.matrix, rows.T @ rows)
 
     def _capacity(self) -> int:
-        weights, factors = self.staged[0]
+        weights, terms = self.staged[0]
         classes = weights.shape[1]
-        floats = classes**2 + sum(f.layer.width + f.layer.outputs * (classes + f.layer.outputs) for f in factors)
-        alone = factors[0].layer if len(factors) == 1 else None
+        floats = classes**2 + sum(f.layer.width + f.layer.outputs * (classes + f.layer.outputs) for f in terms)
+        layer = terms[0].layer if len(terms) == 1 else None
         outputs = classes - 1 if self.fisher == "ggn" else classes
-        in_bands = alone is not None and factors[0].outer is None and banded.suits_outputs(alone.width, outputs)
-        most = (STAGED_SAMPLES_OF_BANDS if in_bands else STAGED_SAMPLES).get(self.device.type, 4096)
-        return max(1, min(most, STAGED_BYTES // (floats * weights.element_size())))
+        in_bands = layer is not None and terms[0].outer is None and banded.suits_outputs(layer.width, outputs)
+        limit = (STAGED_SAMPLES_OF_BANDS if in_bands else STAGED_SAMPLES).get(self.device.type, 4096)
+        return max(1, min(limit, STAGED_BYTES // (floats * weights.element_size())))
 
     def _contrasts(self, classes: int) -> Float[Tensor, "M M-1"] | None:
         """E with Λ = E (EᵀΛE) Eᵀ, as Λ1 = 0: a layer that returns the logits needs M−1 of M rows. Not for `eta`."""
@@ -204,7 +204,7 @@ class DenseAccumulator:
         """A block without its padding, and in logits where it was summed in contrasts."""
         first, second, symmetric = key
         basis = {
-            layer: linalg.contrast_basis(layer.outputs, self.device) if layer in self.contrasted else None
+            layer: linalg.contrast_basis(layer.outputs, self.device) if layer in self.contrast_layers else None
             for layer in (first, second)
         }
         return packed.expanded(block, basis[first], basis[second], first.outputs, second.outputs, symmetric=symmetric)
@@ -212,17 +212,17 @@ class DenseAccumulator:
     def _flush(self) -> None:
         """Block (l, l') += Σ_n (V_lᵀ Λ V_l') ⊗ h_l h_l'ᵀ for all pairs of terms."""
         weights = torch.cat([part for part, _ in self.staged])
-        factors = _concatenated([part for _, part in self.staged])
+        terms = _concatenated([part for _, part in self.staged])
         self.staged, self.staged_samples = [], 0
-        inner = [factor.inner.T.contiguous() for factor in factors]
+        inner = [term.inner.T.contiguous() for term in terms]
         contrasts = self._contrasts(weights.shape[1])
-        outer = [contrasts if factor.outer is None else factor.outer for factor in factors]
+        outer = [contrasts if term.outer is None else term.outer for term in terms]
         if contrasts is not None:
-            self.contrasted.update(factor.layer for factor in factors if factor.outer is None)
-        for y, second in enumerate(factors):
+            self.contrast_layers.update(term.layer for term in terms if term.outer is None)
+        for y, second in enumerate(terms):
             right_outer = outer[y]
             right = weights if right_outer is None else weights @ right_outer
-            for x, first in enumerate(factors[: y + 1]):
+            for x, first in enumerate(terms[: y + 1]):
                 left_outer = outer[x]
                 product = right if left_outer is None else left_outer.mT @ right
                 self._add_block(first, second, packed.packed_weights(product, symmetric=x == y), inner[x], inner[y])
@@ -250,33 +250,33 @@ class DenseAccumulator:
         packed.add_products(self.blocks[key], weights, left, None if symmetric else right)
 
 
-def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], factors: tuple[LinearTerm, ...]) -> None:
+def _add_applied(total: Float[Tensor, "n"], weights: Float[Tensor, "B M M"], terms: tuple[LinearTerm, ...]) -> None:
     """total += Σ_n J_nᵀ Λ_n J_n s in float64, by products with vectors alone."""
     direction = linalg.signs(len(total), total.device)
-    wide = [factor.to(torch.float64) for factor in factors]
-    positions = [factor.layer.positions().to(total.device) for factor in factors]
-    moved: Tensor | None = None
-    for factor, where in zip(wide, positions, strict=True):
-        outputs = factor.inner @ direction[where].mT
-        term = outputs if factor.outer is None else (factor.outer @ outputs[:, :, None])[..., 0]
-        moved = term if moved is None else moved + term
-    assert moved is not None
-    pulled = (weights @ moved[:, :, None])[..., 0]
-    for factor, where in zip(wide, positions, strict=True):
-        total[where] += factor.pulled_back(pulled)
+    wide = [term.to(torch.float64) for term in terms]
+    positions = [term.layer.positions().to(total.device) for term in terms]
+    product: Tensor | None = None
+    for term, where in zip(wide, positions, strict=True):
+        outputs = term.inner @ direction[where].mT
+        part = outputs if term.outer is None else (term.outer @ outputs[:, :, None])[..., 0]
+        product = part if product is None else product + part
+    assert product is not None
+    cotangents = (weights @ product[:, :, None])[..., 0]
+    for term, where in zip(wide, positions, strict=True):
+        total[where] += term.pulled_back(cotangents)
 
 
 def _same_layers(first: tuple[LinearTerm, ...], second: tuple[LinearTerm, ...]) -> bool:
-    return [factor.layer for factor in first] == [factor.layer for factor in second]
+    return [term.layer for term in first] == [term.layer for term in second]
 
 
 def _concatenated(parts: list[tuple[LinearTerm, ...]]) -> list[LinearTerm]:
-    joined = []
-    for same in zip(*parts, strict=True):
-        outer = [factor.outer for factor in same if factor.outer is not None]
-        inner = torch.cat([factor.inner for factor in same])
-        joined.append(LinearTerm(same[0].layer, inner, torch.cat(outer) if outer else None))
-    return joined
+    terms = []
+    for group in zip(*parts, strict=True):
+        outer = [term.outer for term in group if term.outer is not None]
+        inner = torch.cat([term.inner for term in group])
+        terms.append(LinearTerm(group[0].layer, inner, torch.cat(outer) if outer else None))
+    return terms
 
 
 def _add_block(whole: Float[Tensor, "n n"], key: BlockKey, total: Float[Tensor, "rows k"]) -> None:
@@ -285,12 +285,12 @@ def _add_block(whole: Float[Tensor, "n n"], key: BlockKey, total: Float[Tensor, 
     d, p, e, q = first.outputs, first.width, second.outputs, second.width
     for i, j, entries in packed.block_from_products(total, d, p, e, q, symmetric=symmetric):
         # A diagonal sub-block is its own mirror image.
-        beyond = j + 1 if symmetric else j
+        mirror_start = j + 1 if symmetric else j
         for _, entry_rows, rows in first.spans(i, i + 1):
             for outputs, entry_columns, columns in second.spans(j, e):
                 whole[rows, columns] += entries[entry_rows, outputs, entry_columns].flatten(1)
-            for outputs, entry_columns, columns in second.spans(beyond, e):
-                part = entries[entry_rows, beyond - j :][:, outputs, entry_columns]
+            for outputs, entry_columns, columns in second.spans(mirror_start, e):
+                part = entries[entry_rows, mirror_start - j :][:, outputs, entry_columns]
                 whole[columns, rows] += part.flatten(1).T
 
 
@@ -305,16 +305,16 @@ class DenseFactor:
         *,
         covariance: Float[Tensor, "n n"] | None = None,
         factorisation: tuple[Float[Tensor, "n n"], float] | None = None,
-        recursed: int = 0,
+        recursion_rows: int = 0,
     ) -> None:
         self.total = total
         self.prior_precision = prior_precision
         self.limit = limit
-        self.recursed = recursed
+        self.recursion_rows = recursion_rows
         self._lock = threading.RLock()
         self._cache: dict[tuple[str, torch.dtype], Tensor] = {}
         self._coefficients: dict[tuple[LinearLayer, LinearLayer, bool, torch.dtype], Tensor | banded.Bands] = {}
-        # Where the cached properties look first.
+        # The cached properties look here first.
         if covariance is not None:
             self.__dict__["covariance"] = covariance
         if factorisation is not None:
@@ -356,18 +356,18 @@ class DenseFactor:
     def can_recurse(self, rows: int) -> bool:
         """Whether `rows` rows by the recursion are cheaper than a factorisation.
 
-        That takes n³/3 multiplications, the recursion 2 n² a row; and after n rows in all a factorisation is due
-        anyway, to rid the covariance of accumulated rounding.
+        A factorisation takes n³/3 multiplications, the recursion 2 n² per row; and after n rows in all a factorisation
+        is due anyway, to remove accumulated rounding from the covariance.
         """
         n = len(self.prior_precision)
-        return "covariance" in self.__dict__ and rows <= n // 8 and self.recursed + rows <= n
+        return "covariance" in self.__dict__ and rows <= n // 8 and self.recursion_rows + rows <= n
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
         """N(ĝ, P^g), P^g = J P Jᵀ (eq:linearize)."""
         if derivative.terms is None:
             covariance = self._from_jacobian(derivative.jacobian())
         else:
-            covariance = self._from_factors(derivative.terms)
+            covariance = self._from_terms(derivative.terms)
         return LogitGaussian(mean, FullCovariance(covariance))
 
     def joint_halves(self, derivative: Derivative, rotation: Float[Tensor, "M M"]) -> Iterator[Float[Tensor, "CM k"]]:
@@ -386,19 +386,21 @@ class DenseFactor:
         product = (self.covariance @ columns.double()).T.reshape(size, classes, n)
         return linalg.symmetric(jacobian.double() @ product.mT)
 
-    def _from_factors(self, factors: tuple[LinearTerm, ...]) -> Float[Tensor, "B M M"]:
+    def _from_terms(self, terms: tuple[LinearTerm, ...]) -> Float[Tensor, "B M M"]:
         """Σ over pairs of terms of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, by matrix products with P repacked."""
-        inner = [factor.inner.T.contiguous() for factor in factors]
+        inner = [term.inner.T.contiguous() for term in terms]
         total: Tensor | None = None
-        for y, second in enumerate(factors):
-            for x, first in enumerate(factors[: y + 1]):
-                same = x == y
-                contracted = self._contracted(first.layer, second.layer, same, inner[x], inner[y])
-                term = packed.unpacked_weights(contracted, first.layer.outputs, second.layer.outputs, symmetric=same)
-                term = term if first.outer is None else first.outer @ term
-                term = term if second.outer is None else term @ second.outer.mT
-                term = term if same else term + term.mT
-                total = term if total is None else total + term
+        for y, second in enumerate(terms):
+            for x, first in enumerate(terms[: y + 1]):
+                is_same = x == y
+                contraction = self._contracted(first.layer, second.layer, is_same, inner[x], inner[y])
+                part = packed.unpacked_weights(
+                    contraction, first.layer.outputs, second.layer.outputs, symmetric=is_same
+                )
+                part = part if first.outer is None else first.outer @ part
+                part = part if second.outer is None else part @ second.outer.mT
+                part = part if is_same else part + part.mT
+                total = part if total is None else total + part
         assert total is not None
         return linalg.symmetric(total)
 
@@ -406,23 +408,23 @@ class DenseFactor:
         self,
         first: LinearLayer,
         second: LinearLayer,
-        same: bool,
+        is_same: bool,
         left: Float[Tensor, "p B"],
         right: Float[Tensor, "q B"],
     ) -> Float[Tensor, "k B"]:
         """Q_ij of two layers, packed; P is repacked for it once, in bands where these are cheaper."""
-        key = (first, second, same, left.dtype)
+        key = (first, second, is_same, left.dtype)
         with self._lock:
             if key not in self._coefficients:
                 device = self.prior_precision.device
-                positions = None if same else second.positions().to(device)
+                positions = None if is_same else second.positions().to(device)
                 rows = packed.coefficients(self.covariance, first.positions().to(device), positions, left.dtype)
-                in_bands = same and banded.suits_outputs(len(left), first.outputs)
+                in_bands = is_same and banded.suits_outputs(len(left), first.outputs)
                 self._coefficients[key] = banded.from_packed(rows, len(left)) if in_bands else rows
             coefficients = self._coefficients[key]
         if isinstance(coefficients, list):
             return banded.contract(coefficients, left)
-        return packed.contract(coefficients, left, None if same else right)
+        return packed.contract(coefficients, left, None if is_same else right)
 
     def _cached(self, name: str, dtype: torch.dtype) -> Tensor:
         """A float64 factor in the dtype of products, cast once."""
@@ -454,22 +456,24 @@ class DenseFactor:
         lower, _ = linalg.safe_cholesky(linalg.symmetric(small), name="I + UᵀPU", limit=0.0)
         half = linalg.solve_lower(lower, gain)
         covariance = linalg.mirror_(self.covariance - half.T @ half)
-        recursed = self.recursed + len(rows)
-        return DenseFactor(total, self.prior_precision, self.limit, covariance=covariance, recursed=recursed)
+        recursion_rows = self.recursion_rows + len(rows)
+        return DenseFactor(
+            total, self.prior_precision, self.limit, covariance=covariance, recursion_rows=recursion_rows
+        )
 
     def to(self, device: torch.device) -> DenseFactor:
-        held = self.__dict__
+        cache = self.__dict__
         return DenseFactor(
             self.total.to(device),
             self.prior_precision.to(device),
             self.limit,
-            covariance=self.covariance.to(device) if "covariance" in held else None,
-            factorisation=(self.lower.to(device), self.jitter) if "factorisation" in held else None,
-            recursed=self.recursed,
+            covariance=self.covariance.to(device) if "covariance" in cache else None,
+            factorisation=(self.lower.to(device), self.jitter) if "factorisation" in cache else None,
+            recursion_rows=self.recursion_rows,
         )
 
     def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
-        """From the error of the sums where that was computed beside them, else from eigenvalues below zero."""
+        """From the error of the sums where it is known, otherwise from eigenvalues below zero."""
         if self.total.error is None:
             return linalg.negative_share(self.lower, prior_precision)
         return linalg.error_share(self.lower, prior_precision, self.total.error)
@@ -478,8 +482,8 @@ class DenseFactor:
         return self.written_as("factor")
 
     def written_as(self, name: str) -> tuple[Description, Tensors]:
-        """P, computed if it was not, as predictions need it; and the Cholesky factor if it is there."""
-        small: Description = {"recursed": self.recursed, "covariance_columns": by_columns(self.covariance)}
+        """P, computed if necessary, as predictions need it; and the Cholesky factor if it was computed."""
+        small: Description = {"recursed": self.recursion_rows, "covariance_columns": by_columns(self.covariance)}
         arrays = {f"{name}.covariance": symmetric_array(self.covariance)}
         if "factorisation" in self.__dict__:
             arrays[f"{name}.lower"] = triangle_array(self.lower, by_columns=by_columns(self.lower))
@@ -504,9 +508,14 @@ class DenseFactor:
             flat = contents.tensor(f"{name}.lower", n * (n + 1) // 2)
             lower = from_triangle(flat, n, by_columns=fields.flag("lower_columns"))
             factorisation = (positive_diagonal(lower, contents), read_jitter(fields))
-        recursed = fields.whole("recursed")
+        recursion_rows = fields.whole("recursed")
         return DenseFactor(
-            total, prior_precision, limit, covariance=covariance, factorisation=factorisation, recursed=recursed
+            total,
+            prior_precision,
+            limit,
+            covariance=covariance,
+            factorisation=factorisation,
+            recursion_rows=recursion_rows,
         )
 
     def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype) -> PairCoefficients:
@@ -521,7 +530,7 @@ class DenseFactor:
 
 
 class DenseStructure(Structure):
-    """The exact one. A last layer alone with the `eta` Fisher comes apart by class: see `_curvature.per_class`."""
+    """The exact structure; a last layer alone with the `eta` Fisher separates by class (`_curvature.per_class`)."""
 
     name = "dense"
 
@@ -553,7 +562,7 @@ class DenseStructure(Structure):
 
 
 def _pairs(work: Workload, *, contrasts: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Rows, columns, p and multiplications a sample of each packed block, for all pairs of layers."""
+    """Rows, columns, p and multiplications per sample of each packed block, for all pairs of layers."""
     for y, second in enumerate(work.terms):
         for x, first in enumerate(work.terms[: y + 1]):
             d, e = (
@@ -575,13 +584,13 @@ def _pairs(work: Workload, *, contrasts: bool) -> Iterator[tuple[int, int, int, 
 
 
 def _staged(work: Workload) -> tuple[int, int]:
-    """How many samples are gathered before they are multiplied, and the bytes of them and of their products."""
+    """How many samples are staged before they are multiplied, and their bytes with those of their products."""
     terms = [term for term in work.terms for _ in range(term.uses)]
     numbers = work.classes**2 + sum(t.width + (0 if t.returns_logits else work.classes * t.outputs) for t in terms)
     outputs = work.classes - 1 if work.fisher == "ggn" else work.classes
     in_bands = len(terms) == 1 and terms[0].returns_logits and banded.suits_outputs(terms[0].width, outputs)
-    most = int(by_device(STAGED_SAMPLES_OF_BANDS if in_bands else STAGED_SAMPLES, work.device))
-    samples = max(1, min(most, STAGED_BYTES // (numbers * work.itemsize)))
+    limit = int(by_device(STAGED_SAMPLES_OF_BANDS if in_bands else STAGED_SAMPLES, work.device))
+    samples = max(1, min(limit, STAGED_BYTES // (numbers * work.itemsize)))
     d = max(term.outputs for term in work.terms)
     tile = by_device(packed.TILE_BYTES, work.device)
     return samples, int(samples * (2 * numbers + work.classes * d + 2 * d * d) * work.itemsize + 2 * tile)
@@ -592,32 +601,32 @@ def cost(work: Workload) -> Cost:
     n, s = work.n, work.itemsize
     square = 8 * n * n
     if work.is_factored:
-        summed = list(_pairs(work, contrasts=True))
-        numbers = sum(rows * k for rows, k, _, _ in summed)
-        widest = max(p * n for _, _, p, _ in summed)
-        samples, staged = _staged(work)
-        unpacking = 8 * max(rows * k for rows, k, _, _ in summed) + 2 * 8 * widest
-        collecting = square + 8 * numbers + staged + unpacking
+        sum_pairs = list(_pairs(work, contrasts=True))
+        numbers = sum(rows * k for rows, k, _, _ in sum_pairs)
+        widest = max(p * n for _, _, p, _ in sum_pairs)
+        samples, staged_bytes = _staged(work)
+        unpack_bytes = 8 * max(rows * k for rows, k, _, _ in sum_pairs) + 2 * 8 * widest
+        collect_bytes = square + 8 * numbers + staged_bytes + unpack_bytes
         packed_pairs = list(_pairs(work, contrasts=False))
         coefficients = s * sum(rows * k for rows, k, _, _ in packed_pairs)
-        repacking = 4 * 8 * widest + s * max(rows * k for rows, k, _, _ in packed_pairs)
+        repack_bytes = 4 * 8 * widest + s * max(rows * k for rows, k, _, _ in packed_pairs)
         d = max(term.outputs for term in work.terms)
         contraction = min(work.batch, 1024) * (work.classes * d + 2 * d * d + 2 * work.classes**2) * s
-        predicting = 3 * square + coefficients + max(repacking, contraction + drawing_bytes(work, full=True))
-        added = ADDED_PRODUCTS * numbers / samples
-        products: tuple[float, float] = (sum(c for *_, c in summed) + added, sum(c for *_, c in packed_pairs))
+        predict_bytes = 3 * square + coefficients + max(repack_bytes, contraction + drawing_bytes(work, full=True))
+        additions = ADDED_PRODUCTS * numbers / samples
+        products: tuple[float, float] = (sum(c for *_, c in sum_pairs) + additions, sum(c for *_, c in packed_pairs))
         once: float = n**3 / 3 + 2 * n**3 / 3 + 20.0 * n * n
         passes = float(work.classes if any(not term.returns_logits for term in work.terms) else 0)
     else:
         jacobian = jacobian_samples(work) * work.classes * n * s
-        collecting = square + max(s * n * n + 2 * jacobian, explicit_bytes(work))
-        predicting = 2 * square + (s * n * n if s < 8 else 0) + max(explicit_bytes(work), 3 * jacobian)
-        predicting += drawing_bytes(work, full=True)
-        added = ADDED_PRODUCTS * n * n / jacobian_samples(work)
-        products = (work.classes * n * n + added, work.classes * n * n / 2)
+        collect_bytes = square + max(s * n * n + 2 * jacobian, explicit_bytes(work))
+        predict_bytes = 2 * square + (s * n * n if s < 8 else 0) + max(explicit_bytes(work), 3 * jacobian)
+        predict_bytes += drawing_bytes(work, full=True)
+        additions = ADDED_PRODUCTS * n * n / jacobian_samples(work)
+        products = (work.classes * n * n + additions, work.classes * n * n / 2)
         products = (products[0] + explicit_products(work), products[1] + explicit_products(work))
         once = n**3 / 3 + 10.0 * n * n
         passes = float(work.classes)
-    fit = max(collecting, 2 * square)
+    fit = max(collect_bytes, 2 * square)
     inputs = products[1] + drawing_products(work, full=True)
-    return Cost(2 * square, fit, predicting, products[0], once, inputs, (passes, passes), exact=True)
+    return Cost(2 * square, fit, predict_bytes, products[0], once, inputs, (passes, passes), exact=True)

@@ -1,4 +1,4 @@
-"""The diagonal structure: one variance for each parameter, and none in common.
+"""The diagonal structure: one variance for each parameter, and no covariances.
 
 `DiagonalSum` is Σ_n diag(J_nᵀ Λ_n J_n). For a linear layer that is used once, with Jacobian V ⊗ hᵀ, that is
 S_ii h_a² with S = VᵀΛV: one matrix product over the samples. Where a weight is used several times (tokens, patches),
@@ -59,7 +59,7 @@ def weighted_squares(
 ) -> Float[Tensor, "B k"]:
     """The diagonal of JᵀΛJ of each sample: Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m².
 
-    Not Σ f J² − J̄², which cancels where the network is sure.
+    Not Σ f J² − J̄², which cancels where the network is certain.
     """
     if fisher == "eta":
         weights = fisher_diagonal(logits).to(jacobian.dtype)
@@ -68,22 +68,22 @@ def weighted_squares(
     return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
 
 
-def diagonal_information(logits: Float[Tensor, "B M"], factor: SharedTerm, fisher: Fisher) -> Float[Tensor, "d p"]:
+def diagonal_information(logits: Float[Tensor, "B M"], term: SharedTerm, fisher: Fisher) -> Float[Tensor, "d p"]:
     """Σ_n diag(JᵀΛJ) of one layer."""
-    if factor.outer is None:
-        weights = fisher_diagonal(logits).to(factor.inner.dtype)
-        return weights.T @ factor.inner[:, 0].square()
-    if factor.is_single:
-        return weighted_squares(logits, factor.outer[..., 0], fisher).T @ factor.inner[:, 0].square()
+    if term.outer is None:
+        weights = fisher_diagonal(logits).to(term.inner.dtype)
+        return weights.T @ term.inner[:, 0].square()
+    if term.is_single:
+        return weighted_squares(logits, term.outer[..., 0], fisher).T @ term.inner[:, 0].square()
     # V meets the root of Λ before it meets h: it is smaller than J.
-    root = fisher_root(logits, fisher).to(factor.outer.dtype)
-    rows = (root.mT @ factor.outer.flatten(2)).reshape(factor.outer.shape)
-    pieces = SharedTerm(factor.layer, factor.inner, rows).pieces()
-    return torch.stack([made.square_().sum((0, 1)) for _, made in pieces]).sum(0)
+    root = fisher_root(logits, fisher).to(term.outer.dtype)
+    rows = (root.mT @ term.outer.flatten(2)).reshape(term.outer.shape)
+    pieces = SharedTerm(term.layer, term.inner, rows).pieces()
+    return torch.stack([piece.square_().sum((0, 1)) for _, piece in pieces]).sum(0)
 
 
 def safe_precision(precision: Float[Tensor, "..."], *, limit: float) -> tuple[Float[Tensor, "..."], float]:
-    """Positive precisions, and the jitter that they needed: `_linalg.safe_cholesky` for a diagonal matrix."""
+    """Positive precisions, and the jitter that they needed: `linalg.safe_cholesky` for a diagonal matrix."""
     smallest, mean = float(precision.min()), float(precision.mean())
     if smallest > 0 and math.isfinite(mean):
         return precision, 0.0
@@ -158,9 +158,9 @@ class DiagonalAccumulator:
 
     def add(self, logits: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> None:
         parts = _by_layer(derivative)
-        for factor in parts.terms:
-            more = diagonal_information(logits, factor.to(self.dtype), self.fisher)
-            scatter_(self.values, factor.layer, gathered(factor.layer, self.values) + more)
+        for term in parts.terms:
+            information = diagonal_information(logits, term.to(self.dtype), self.fisher)
+            scatter_(self.values, term.layer, gathered(term.layer, self.values) + information)
         if len(parts.rest):
             squares = weighted_squares(logits, parts.explicit.to(self.dtype), self.fisher)
             parts.rest.put_(self.values, parts.rest.take(self.values) + squares.sum(0, dtype=torch.float64))
@@ -181,17 +181,17 @@ class DiagonalFactor(Refactorised):
         return _embedded(1 / self.precision)
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> LogitGaussian:
-        """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal where all that is selected is a layer that returns the logits."""
+        """N(ĝ, P^g), P^g = J diag(P) Jᵀ; diagonal if the whole selection is one layer that returns the logits."""
         parts = _by_layer(derivative)
-        factors, rest = parts.terms, parts.explicit
-        if len(factors) == 1 and factors[0].outer is None and not len(parts.rest):
-            variance = factors[0].output_variance(self._variances(factors[0]))
+        terms, rest = parts.terms, parts.explicit
+        if len(terms) == 1 and terms[0].outer is None and not len(parts.rest):
+            variance = terms[0].output_variance(self._variances(terms[0]))
             return LogitGaussian(mean, DiagonalCovariance(variance))
-        terms = [factor.covariance(self._variances(factor)) for factor in factors]
+        covariances = [term.covariance(self._variances(term)) for term in terms]
         if len(parts.rest):
             half = rest * parts.rest.take(self.precision).rsqrt().to(rest.dtype)
-            terms.append(half @ half.mT)
-        return LogitGaussian(mean, FullCovariance(torch.as_tensor(sum(terms))))
+            covariances.append(half @ half.mT)
+        return LogitGaussian(mean, FullCovariance(torch.as_tensor(sum(covariances))))
 
     def joint_halves(
         self, derivative: Derivative | LayerwiseDerivative, rotation: Float[Tensor, "M M"]
@@ -199,8 +199,8 @@ class DiagonalFactor(Refactorised):
         """W_l = QᵀJ_l diag(P)^½ of each layer and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
         parts = _by_layer(derivative).of_rotated(rotation)
         yield (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
-        for factor in parts.terms:
-            yield from factor.joint_halves(self._variances(factor))
+        for term in parts.terms:
+            yield from term.joint_halves(self._variances(term))
 
     def joint_covariance(self, derivative: Derivative | LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
         """R_ij = J_i diag(P) J_jᵀ for all pairs of frames, in float64, without W."""
@@ -208,12 +208,12 @@ class DiagonalFactor(Refactorised):
         size, classes = parts.explicit.shape[:2]
         half = (parts.explicit * parts.rest.take(self.precision).rsqrt()).flatten(0, 1)
         covariance = (half @ half.T).reshape(size, classes, size, classes)
-        for factor in parts.terms:
-            covariance += factor.joint_covariance(self._variances(factor))
+        for term in parts.terms:
+            covariance += term.joint_covariance(self._variances(term))
         return covariance
 
-    def _variances(self, factor: SharedTerm) -> Float[Tensor, "d p"]:
-        return gathered(factor.layer, self.precision).reciprocal().to(factor.inner.dtype)
+    def _variances(self, term: SharedTerm) -> Float[Tensor, "d p"]:
+        return gathered(term.layer, self.precision).reciprocal().to(term.inner.dtype)
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P)."""
@@ -258,15 +258,15 @@ class DiagonalStructure(Structure):
 
 
 def _by_layer(derivative: Derivative | LayerwiseDerivative) -> LayerwiseDerivative:
-    """Whatever form the derivative has: its layers, and the columns of all other parameters."""
+    """The derivative, in either form, as layers and the columns of all other parameters."""
     if isinstance(derivative, LayerwiseDerivative):
         return derivative
     n = derivative.n_parameters
     if derivative.terms is None:
         return LayerwiseDerivative(n, (), Spans(((0, n),)), derivative.jacobian())
     inner = derivative.terms[0].inner
-    nothing = inner.new_zeros(len(inner), derivative.n_classes, 0)
-    return LayerwiseDerivative(n, tuple(shared_terms(derivative.terms)), Spans(()), nothing)
+    no_columns = inner.new_zeros(len(inner), derivative.n_classes, 0)
+    return LayerwiseDerivative(n, tuple(shared_terms(derivative.terms)), Spans(()), no_columns)
 
 
 def _embedded(values: Float[Tensor, "n"]) -> Float[Tensor, "n n"]:
@@ -282,20 +282,20 @@ def cost(work: Workload) -> Cost:
     if work.is_factored:
         samples = min(work.batch, int(by_device(route.FACTORED_ROWS, work.device)))
         numbers = sum(t.uses * (2 * t.width + (0 if t.returns_logits else 3 * classes * t.outputs)) for t in work.terms)
-        repeated = any(term.uses > 1 for term in work.terms)
-        pieces = int(2 * by_device(layers.JACOBIAN_BYTES, work.device)) if repeated else 0
+        is_reused = any(term.uses > 1 for term in work.terms)
+        pieces = int(2 * by_device(layers.JACOBIAN_BYTES, work.device)) if is_reused else 0
         transient = samples * numbers * s + pieces + 2 * s * max(term.size for term in work.terms)
         products = float(sum(t.uses * (t.size + classes * t.outputs) for t in work.terms))
         full = not (len(work.terms) == 1 and work.terms[0].returns_logits)
         seeds = float(classes if full else 0)
-        predicted = products + (classes**2 * sum(t.outputs for t in work.terms) if full else 0)
+        input_products = products + (classes**2 * sum(t.outputs for t in work.terms) if full else 0)
     else:
         samples = samples_at_a_time(work, work.inner_size + classes * (work.outer_size + work.rest))
         transient, full, seeds = by_layer_bytes(work, samples) + piece_bytes(work, samples), True, backward_passes(work)
         products = explicit_products(work) + classes * sum(t.uses * t.size for t in work.terms)
-        predicted = products + classes**2 * n
-    predicting = posterior + transient + drawing_bytes(work, full=full)
-    predicted += drawing_products(work, full=full)
+        input_products = products + classes**2 * n
+    predict_bytes = posterior + transient + drawing_bytes(work, full=full)
+    input_products += drawing_products(work, full=full)
     return Cost(
-        posterior, posterior + transient, predicting, products, 10.0 * n, predicted, (seeds, seeds), exact=False
+        posterior, posterior + transient, predict_bytes, products, 10.0 * n, input_products, (seeds, seeds), exact=False
     )

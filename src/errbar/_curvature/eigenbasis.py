@@ -53,8 +53,8 @@ class KroneckerBasis:
     def variances(self) -> Float[Tensor, "d p"]:
         return self.precision.reciprocal()
 
-    def to(self, to: torch.device | torch.dtype) -> KroneckerBasis:
-        return KroneckerBasis(self.layer, self.outer.to(to), self.inner.to(to), self.precision.to(to))
+    def to(self, target: torch.device | torch.dtype) -> KroneckerBasis:
+        return KroneckerBasis(self.layer, self.outer.to(target), self.inner.to(target), self.precision.to(target))
 
     def covariance(self) -> Float[Tensor, "k k"]:
         """P[ia, jb] = Σ_k Q_ik Q_jk Σ_c v_kc Q_ac Q_bc."""
@@ -62,8 +62,8 @@ class KroneckerBasis:
         k = self.precision.numel()
         return torch.einsum("ik,jk,kab->iajb", self.outer, self.outer, inside).reshape(k, k)
 
-    def rotated(self, factor: SharedTerm) -> SharedTerm:
-        return factor.rotated(self.outer, self.inner)
+    def rotated(self, term: SharedTerm) -> SharedTerm:
+        return term.rotated(self.outer, self.inner)
 
 
 class KroneckerFactor(Refactorised):
@@ -99,7 +99,7 @@ class KroneckerFactor(Refactorised):
         return whole
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: LayerwiseDerivative) -> LogitGaussian:
-        """N(ĝ, P^g); in factored form where all that is selected is a layer that returns the logits."""
+        """N(ĝ, P^g); in factored form if the whole selection is one layer that returns the logits."""
         bases = self._bases(derivative.explicit.dtype)
         if len(bases) == 1 and not len(self.rest_spans) and derivative.terms[0].outer is None:
             h = derivative.terms[0].inner[:, 0] @ bases[0].inner
@@ -107,8 +107,8 @@ class KroneckerFactor(Refactorised):
             return LogitGaussian(mean, FactoredCovariance(outer, h.square() @ bases[0].variances.T, rotation=outer.T))
         half = derivative.explicit * self.rest.rsqrt().to(derivative.explicit.dtype)
         covariance = half @ half.mT
-        for basis, factor in zip(bases, derivative.terms, strict=True):
-            covariance += basis.rotated(factor).covariance(basis.variances)
+        for basis, term in zip(bases, derivative.terms, strict=True):
+            covariance += basis.rotated(term).covariance(basis.variances)
         return LogitGaussian(mean, FullCovariance(covariance))
 
     def joint_halves(
@@ -117,16 +117,16 @@ class KroneckerFactor(Refactorised):
         """W_l = QᵀJ_l P_l^½ of each layer in its eigenbasis and of the rest, with Σ_l W_l W_lᵀ = QᵀR Q."""
         derivative = derivative.of_rotated(rotation)
         yield (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
-        for basis, factor in zip(self.bases, derivative.terms, strict=True):
-            yield from basis.rotated(factor).joint_halves(basis.variances)
+        for basis, term in zip(self.bases, derivative.terms, strict=True):
+            yield from basis.rotated(term).joint_halves(basis.variances)
 
     def joint_covariance(self, derivative: LayerwiseDerivative) -> Float[Tensor, "C M C M"]:
         """R_ij = J_i P J_jᵀ for all pairs of frames, in float64, without W."""
         half = (derivative.explicit * self.rest.rsqrt()).flatten(0, 1)
         size, classes = derivative.explicit.shape[:2]
         covariance = (half @ half.T).reshape(size, classes, size, classes)
-        for basis, factor in zip(self.bases, derivative.terms, strict=True):
-            covariance += basis.rotated(factor).joint_covariance(basis.variances)
+        for basis, term in zip(self.bases, derivative.terms, strict=True):
+            covariance += basis.rotated(term).joint_covariance(basis.variances)
         return covariance
 
     def _bases(self, dtype: torch.dtype) -> tuple[KroneckerBasis, ...]:
@@ -138,13 +138,13 @@ class KroneckerFactor(Refactorised):
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P): Q_G (z ∘ √v) Q_Aᵀ for each layer."""
-        drawn = torch.empty_like(normal)
+        draws = torch.empty_like(normal)
         for basis in self.bases:
             independent = gathered(basis.layer, normal) * basis.precision.rsqrt()
-            scatter_(drawn, basis.layer, basis.outer @ independent @ basis.inner.T)
+            scatter_(draws, basis.layer, basis.outer @ independent @ basis.inner.T)
         if len(self.rest_spans):
-            drawn[:, self.rest_spans.positions(normal.device)] = self.rest_spans.take(normal) * self.rest.rsqrt()
-        return drawn
+            draws[:, self.rest_spans.positions(normal.device)] = self.rest_spans.take(normal) * self.rest.rsqrt()
+        return draws
 
     def log_determinant_of_precision(self) -> float:
         return float(sum(basis.precision.log().sum() for basis in self.bases) + self.rest.log().sum())

@@ -34,7 +34,7 @@ def comes_apart_by_class(fisher: Fisher, *, returns_logits: bool) -> bool:
 
 
 def fisher_diagonal(logits: Float[Tensor, "B M"]) -> Float[Tensor, "B M"]:
-    """η, the diagonal of Λ, in float64 because 1 − f loses everything in float32 when the network is sure."""
+    """η, the diagonal of Λ, in float64 because 1 − f has no digits left in float32 where the network is certain."""
     probability = torch.softmax(logits.double(), 1)
     return probability * (1 - probability)
 

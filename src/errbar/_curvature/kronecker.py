@@ -65,7 +65,7 @@ class KroneckerBlock:
     """A, G and the count of one layer, in float64.
 
     `peak` holds the largest diagonal entries of A and G and the largest count on the way here: rounding is relative to
-    those, also in what a subtraction leaves.
+    these, even after a subtraction.
     """
 
     layer: SharedLayer
@@ -82,9 +82,9 @@ class KroneckerBlock:
         count: float,
         before: Sequence[tuple[float, float, float]] = (),
     ) -> KroneckerBlock:
-        """From the sums, and the peaks of what they were made of."""
-        now = (float(inner.diagonal().max()), float(outer.diagonal().max()), count)
-        a, g, c = (max(values) for values in zip(now, *before, strict=True))
+        """From the sums, and the peaks of their parts."""
+        peak = (float(inner.diagonal().max()), float(outer.diagonal().max()), count)
+        a, g, c = (max(values) for values in zip(peak, *before, strict=True))
         return KroneckerBlock(layer, inner, outer, count, (a, g, c))
 
     def plus(self, other: KroneckerBlock, sign: int) -> KroneckerBlock:
@@ -94,7 +94,7 @@ class KroneckerBlock:
                 "first batches of the two showed different layers."
             )
         inner, outer = self.inner + sign * other.inner, self.outer + sign * other.outer
-        # Discounts round, and what rounding leaves of nothing is nothing.
+        # Discounts round, so a count of zero may come out slightly negative.
         count = max(self.count + sign * other.count, 0)
         return KroneckerBlock.of(self.layer, inner, outer, count, (self.peak, other.peak))
 
@@ -122,7 +122,7 @@ class KroneckerBlock:
         least, most = float(own.min()), float(own.max())
         if least != most:
             raise ArgumentError(
-                f"The prior precision of layer '{self.layer.name}' goes from {least:g} to {most:g}; structure='kron' "
+                f"The prior precision of layer '{self.layer.name}' ranges from {least:g} to {most:g}; structure='kron' "
                 "needs one number for a layer, its weight and bias together. Give one number for each module, or use "
                 "structure='block' or 'diag'.",
                 arguments={"structure": ("kron", "block")},
@@ -132,7 +132,7 @@ class KroneckerBlock:
         outer_values, outer_basis = linalg.eigenvectors(self.outer, name=name)
         products = outer_values[:, None] * inner_values * self.share
         _, jitter = safe_precision(products + least, limit=limit)
-        # Sums of squares have no eigenvalues below zero; what rounding leaves there would be taken for certainty.
+        # Sums of squares have no eigenvalues below zero; those that rounding leaves there are set to zero.
         information = outer_values.clamp_min(0)[:, None] * inner_values.clamp_min(0) * self.share
         basis = KroneckerBasis(self.layer, outer_basis, inner_basis, information + least)
         return basis, jitter, max(0.0, -float(products.min()) / least)
@@ -201,16 +201,16 @@ class KroneckerSum:
         rest, jitter = self.rest.values, 0.0
         if len(self.rest_spans):
             rest, jitter = safe_precision(rest + self.rest_spans.take(prior_precision), limit=limit)
-        jitter = max([jitter, *(own for _, own, _ in parts)])
-        below = max((share for _, _, share in parts), default=0.0)
+        jitter = max([jitter, *(block_jitter for _, block_jitter, _ in parts)])
+        negative_share = max((share for _, _, share in parts), default=0.0)
         bases = tuple(basis for basis, _, _ in parts)
-        return KroneckerFactor(self.n_parameters, bases, self.rest_spans, rest, jitter, below)
+        return KroneckerFactor(self.n_parameters, bases, self.rest_spans, rest, jitter, negative_share)
 
     def is_zero(self) -> bool:
         return self.rest.is_zero() and not any(bool(block.outer.any()) for block in self.blocks)
 
     def reduced(self, has_data: Sequence[bool], team: Team) -> KroneckerSum:
-        """A, G and the counts are sums; their product over the count is made of the sums of all ranks."""
+        """A, G and the counts are summed over the ranks; (G ⊗ A)/count then follows."""
         counts = team.exchange([block.count for block in self.blocks])
         blocks = tuple(
             KroneckerBlock.of(
@@ -262,7 +262,7 @@ class KroneckerAccumulator:
         for part, trace in self.route.traced(self.network, batch):
             self._add(part, trace)
             logits.append(trace.logits.detach())
-            # Its graph would otherwise stay until the next one is there.
+            # Otherwise its graph would stay until the next one exists.
             del trace
         return torch.cat(logits)
 
@@ -359,7 +359,7 @@ class KroneckerStructure(Structure):
     def cost(self, work: Workload) -> Cost:
         return cost(work)
 
-    def accumulator(self, task: Task, keep: Rows | None) -> Accumulator:
+    def accumulator(self, task: Task, rows: Rows | None) -> Accumulator:
         device = task.network.device
         return KroneckerAccumulator(task.network, _by_layer(task), task.fisher, task.dtype, device)
 
@@ -392,13 +392,13 @@ class KroneckerStructure(Structure):
 
 
 def _say_what_is_diagonal(alone: dict[str, int], n: int) -> None:
-    """A notice of the layers, with their parameters, that `kron` cannot take apart: it takes them as `diag` does.
+    """A notice of the layers, with their parameters, that `kron` cannot factorise and treats as `diag` does.
 
-    Of norm layers, and other vectors, nothing is said: there is nothing in them to take apart.
+    Norm layers and other vectors are not mentioned: they have nothing to factorise.
     """
     if alone:
         warnings.warn(
-            f"structure='kron' takes {listed_modules(tuple(alone))} as 'diag' does, {sum(alone.values()):,} of {n:,} "
+            f"structure='kron' treats {listed_modules(tuple(alone))} as 'diag' does, {sum(alone.values()):,} of {n:,} "
             "parameters: it expected linear layers, and convolutions in one group, whose weights nothing else uses. "
             "Leave them out (parameters=[...]), or use structure='block' or 'lowrank' for the covariances within them.",
             StructureNotice,
@@ -422,45 +422,45 @@ def cost(work: Workload) -> Cost:
     largest = max([t.width for t in work.terms] + [t.outputs for t in work.terms], default=0)
     uses = max((t.uses * t.width for t in work.terms), default=0)
 
-    collected = samples = samples_at_a_time(work, inner + 2 * outer + classes * work.rest)
+    sum_samples = samples = samples_at_a_time(work, inner + 2 * outer + classes * work.rest)
     seeds = min(classes, max(1, limit // (8 * max(1, samples * outer))))
-    kept = kept_bytes(work, samples) if outer or work.rest else 0
+    graph_bytes = kept_bytes(work, samples) if outer or work.rest else 0
     backward = max(
         2 * seeds * samples * (outer + work.widest) * w if outer else 0,
         backward_bytes(work, samples, classes) if work.alone else 0,
     )
     step = s * largest**2 + 2 * s * samples * uses + 3 * 8 * samples * classes
-    collecting = sums + kept + max(backward, step)
-    conditioning = sums + bases + (_EIGEN_MATRICES - 1) * 8 * largest**2
+    collect_bytes = sums + graph_bytes + max(backward, step)
+    condition_bytes = sums + bases + (_EIGEN_MATRICES - 1) * 8 * largest**2
 
     samples = samples_at_a_time(work, inner + classes * (outer + work.rest))
-    predicting = sums + bases + (s * bases // 8 + s * sum(t.size for t in work.terms) if s < 8 else 0)
-    factored = len(work.terms) == 1 and not work.rest and work.terms[0].returns_logits
-    if factored:
-        predicting += 2 * 8 * classes**2 + work.draws * classes * w + drawing_bytes(work, full=False)
+    predict_bytes = sums + bases + (s * bases // 8 + s * sum(t.size for t in work.terms) if s < 8 else 0)
+    is_factored = len(work.terms) == 1 and not work.rest and work.terms[0].returns_logits
+    if is_factored:
+        predict_bytes += 2 * 8 * classes**2 + work.draws * classes * w + drawing_bytes(work, full=False)
     else:
         # V of the layer at hand is there three times: as the backward pass leaves it, put together, and rotated.
-        predicting += by_layer_bytes(work, samples) + piece_bytes(work, samples) + drawing_bytes(work, full=True)
+        predict_bytes += by_layer_bytes(work, samples) + piece_bytes(work, samples) + drawing_bytes(work, full=True)
     once = _EIGEN_PRODUCTS * sum(t.width**3 + t.outputs**3 for t in work.terms)
     products = sum(t.uses * (t.width**2 + (0 if t.returns_logits else classes * t.outputs**2)) for t in work.terms)
-    added = ADDED_PRODUCTS * (sums // 8) / collected
+    additions = ADDED_PRODUCTS * (sums // 8) / sum_samples
     inputs: float = sum(t.width**2 + t.size for t in work.terms)
-    if not factored:
-        repeated = [t for t in work.terms if t.uses > 1]
+    if not is_factored:
+        reused_terms = [t for t in work.terms if t.uses > 1]
         inputs = sum(
             t.uses * (t.width**2 + classes * t.outputs**2 + (t.uses > 1) * classes * t.size) for t in work.terms
         )
-        inputs += sum(classes**2 * t.size for t in repeated)
-    each = backward_passes(work)
-    fit = max(collecting, conditioning, sums + bases)
+        inputs += sum(classes**2 * t.size for t in reused_terms)
+    passes = backward_passes(work)
+    fit_bytes = max(collect_bytes, condition_bytes, sums + bases)
     inputs += drawing_products(work, full=True)
     return Cost(
         sums + bases,
-        fit,
-        predicting,
-        products + added,
+        fit_bytes,
+        predict_bytes,
+        products + additions,
         float(once),
         inputs,
-        (each, each),
+        (passes, passes),
         exact=False,
     )

@@ -1,10 +1,9 @@
-"""What one look at a network tells, before anything is summed: its layers in order, how large they are, and whether it
-can be used at all.
+"""The layout of a network, from one pass: its layers in order and their sizes, and whether it can be used at all.
 
-Hooks of one pass tell which modules run, and their sizes; from the `Layout` that they make, the `Workload` of any
+Hooks of one pass show which modules run, and their sizes; from the `Layout` that they give, the `Workload` of any
 selection of parameters follows without running the network again. The autograd graph behind the logits of a few samples
-tells the rest: on which parameters the logits depend, where a weight is used that no module call accounts for (a
-functional head, a tied one), and whether the last operation makes probabilities. Values are never looked at for that.
+shows the rest: on which parameters the logits depend, where a weight is used outside its module (a functional head, a
+tied one), and whether the last operation returns probabilities. Values play no part in that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from errbar._model.network import Event, Network, Observation, as_logits, replic
 from errbar._model.selection import Layer, Selection, layers_that_ran, matching, owner, select
 from errbar.errors import ModelError, SelectionError
 
-# Operations that hand on what they are given: in another shape or dtype, a part of it, or a mean.
+# Operations that pass on their input: in another shape or dtype, a part of it, or a mean.
 _HANDS_ON = {
     *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T", "Transpose", "Permute", "Movedim", "Expand"),
     *("Clone", "Alias", "ToCopy", "torch::autograd::CopyBackwards", "Select", "Slice", "Index", "IndexSelect", "Split"),
@@ -38,7 +37,7 @@ _HANDS_ON = {
 }
 # Operations by which whole numbers enter: what they take from a parameter depends on the input.
 _LOOKS_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
-# Operations whose operand that is not differentiated is as likely a constant as the input.
+# Operations whose undifferentiated operand may be a constant as well as the input.
 _ELEMENTWISE = {"Mul", "Div", "Add", "Sub", "Rsub", "Pow", "Maximum", "Minimum", "Where", "Lerp", "MaskedFill"}
 _PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid", "Hardsigmoid": "hardsigmoid", "LogSigmoid": "logsigmoid"}
 _ODD_FOR_LOGITS = {
@@ -54,14 +53,14 @@ _CHANGES_NOTHING = (nn.Identity, nn.Dropout, nn.Flatten)
 
 # Samples of the first graph, and of the largest.
 _FEW, _MOST = 2, 64
-# How far kernels for other sizes of a batch may be apart, relative to the largest logit.
+# How much kernels for different batch sizes may differ, relative to the largest logit.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 _TENSOR_FLOAT = 4e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What one pass showed: what ran, and how large it is.
+    """What one pass showed: the modules that ran, and their sizes.
 
     `ran` are the layers that `last_layers` counts: those on which the logits depend, in the order in which they were
     last used. `events` are the calls of modules without children, or with parameters of their own. `layers` are the
@@ -94,20 +93,20 @@ class Layout:
 
     def timed(self, observation: Observation) -> Layout:
         """The same with the times of another pass: the first one through a network takes longer."""
-        own = {event.module for event in self.events}
-        events = tuple(event for event in observation.events if event.module in own)
+        modules = {event.module for event in self.events}
+        events = tuple(event for event in observation.events if event.module in modules)
         return replace(self, events=events, seconds=observation.seconds)
 
     def tail(self, selection: Selection) -> Iterator[Event]:
-        """What ran from the first selected module on: that is what is differentiated.
+        """The calls from the first selected module on: these are differentiated.
 
-        Where a parameter belongs to the model itself, nothing tells when it is used: perhaps at once.
+        If a parameter belongs to the model itself, its use may be at the start, so all calls count.
         """
         selected = {owner(name) for name in selection.names}
-        started = "" in selected
+        is_tail = "" in selected
         for event in self.events:
-            started = started or event.module in selected or any(event.module.startswith(f"{s}.") for s in selected)
-            if started:
+            is_tail = is_tail or event.module in selected or any(event.module.startswith(f"{s}.") for s in selected)
+            if is_tail:
                 yield event
 
     def tail_share(self, selection: Selection) -> float:
@@ -144,25 +143,25 @@ class Layout:
 
     def alone(self, selection: Selection) -> Selection:
         """The selected tensors that neither a layer nor a norm layer holds."""
-        together = {start for layer in self.layers if layer.name in self.uses for start in _starts(layer)}
-        together |= {start for norm in self.norms for start in _starts(norm)}
+        layer_starts = {start for layer in self.layers if layer.name in self.uses for start in _starts(layer)}
+        layer_starts |= {start for norm in self.norms for start in _starts(norm)}
         every = _every(self.network).slices()
         shapes = zip(selection.names, selection.shapes, strict=True)
-        kept = {name: shape for name, shape in shapes if every[name].start not in together}
-        return Selection(tuple(kept), tuple(kept.values()))
+        rest = {name: shape for name, shape in shapes if every[name].start not in layer_starts}
+        return Selection(tuple(rest), tuple(rest.values()))
 
     def _terms(self, selected: set[str]) -> Iterator[LayerSize]:
         for layer in self.layers:
             prefix = f"{layer.name}." if layer.name else ""
-            own = replace(
+            part = replace(
                 layer,
                 weight_start=layer.weight_start if f"{prefix}weight" in selected else None,
                 bias_start=layer.bias_start if f"{prefix}bias" in selected else None,
             )
-            if own.width and self.uses.get(layer.name):
+            if part.width and self.uses.get(layer.name):
                 plain = layer.patches is None and self.calls[layer.name] == 1
                 returns = layer.name in self.returning
-                yield LayerSize(layer.name, layer.outputs, own.width, self.uses[layer.name], plain, returns)
+                yield LayerSize(layer.name, layer.outputs, part.width, self.uses[layer.name], plain, returns)
 
 
 def _starts(layer: SharedLayer | NormLayer) -> set[int]:
@@ -171,13 +170,13 @@ def _starts(layer: SharedLayer | NormLayer) -> set[int]:
 
 
 def _every(network: Network) -> Selection:
-    named = list(network.module.named_parameters())
-    return Selection(tuple(name for name, _ in named), tuple(tuple(value.shape) for _, value in named))
+    parameters = list(network.module.named_parameters())
+    return Selection(tuple(name for name, _ in parameters), tuple(tuple(value.shape) for _, value in parameters))
 
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """The layout, and the graphs behind the logits, by which a selection is checked; layers in `idle` ran in vain.
+    """The layout, and the graphs by which a selection is checked; layers in `idle` ran without effect on the logits.
 
     `ending` is the last operation of the outputs, as autograd calls it: "Addmm", "LogSoftmax".
     """
@@ -190,7 +189,7 @@ class Inspection:
     graphs: tuple[_Graph, ...]
 
     def require_gauge(self, fisher: str) -> None:
-        """`eta` is another matrix for log-probabilities than for the logits that they were made of."""
+        """Refuse `eta` for log-probabilities: it depends on the shift of the logits, which they have lost."""
         if fisher == "eta" and self.ending == "LogSoftmax":
             raise ModelError(
                 "The model ends in a log-softmax, and fisher='eta' depends on the shift of the logits, which that "
@@ -209,44 +208,44 @@ class Inspection:
         return selection
 
     def _require_dependence(self, selection: Selection, parameters: str | Sequence[str] | None) -> None:
-        """Refuse parameters whose derivative is exactly zero: all of them, or all that go by one of the names given."""
-        asked: dict[str, set[str]] = {"": set(selection.names)}
+        """Refuse parameters whose derivative is exactly zero: all of them, or all under one of the names given."""
+        groups: dict[str, set[str]] = {"": set(selection.names)}
         if parameters is not None and parameters not in ("all", "trainable"):
             every = dict(self.network.module.named_parameters(remove_duplicate=False))
             first = {id(value): name for name, value in self.network.module.named_parameters()}
-            given = [parameters] if isinstance(parameters, str) else list(parameters)
-            asked = {name: {first[id(every[found])] for found in matching(list(every), name)} for name in given}
-        for name in self._without_derivative(asked):
-            what = f"'{name}'" if name else "any of the selected parameters"
-            instead = f" {_listed(self.layout.ran)}" if name else ""
+            prefixes = [parameters] if isinstance(parameters, str) else list(parameters)
+            groups = {name: {first[id(every[match])] for match in matching(list(every), name)} for name in prefixes}
+        for name in self._without_derivative(groups):
+            subject = f"'{name}'" if name else "any of the selected parameters"
+            advice = f" {_listed(self.layout.ran)}" if name else ""
             raise SelectionError(
-                f"The logits do not depend on {what}: their derivative is exactly zero over the first batch. Expected "
-                "parameters that the logits are computed from; they may belong to another head, take no part in the "
-                "forward pass, or be cut off by detach() or torch.no_grad()."
-                f"{instead}"
+                f"The logits do not depend on {subject}: their derivative is exactly zero over the first batch. "
+                "Expected parameters from which the logits are computed; these may belong to another head, take no "
+                "part in the forward pass, or be cut off by detach() or torch.no_grad()."
+                f"{advice}"
             )
 
-    def _without_derivative(self, asked: Mapping[str, set[str]]) -> list[str]:
+    def _without_derivative(self, groups: Mapping[str, set[str]]) -> list[str]:
         """The keys of `asked` under which no parameter has a derivative anywhere in the batch."""
-        left = dict(asked)
+        pending = dict(groups)
         for part in _growing(self.batch):
             graph = self.graphs[0] if part is None else _Graph.of(self.network, part)
-            names = sorted(set().union(*left.values()))
-            moved = graph.with_derivative(names)
-            left = {key: names for key, names in left.items() if not names & moved}
-            if not left:
+            names = sorted(set().union(*pending.values()))
+            with_derivative = graph.with_derivative(names)
+            pending = {key: names for key, names in pending.items() if not names & with_derivative}
+            if not pending:
                 break
-        return list(left)
+        return list(pending)
 
     def _warn_of_skipped(self, selection: Selection) -> None:
-        """Say which parameters reach the logits by a way that meets none of the selected ones."""
-        skipped = set().union(*(graph.beside(set(selection.names)) for graph in self.graphs))
-        if skipped:
-            named = [name for name, _ in self.network.module.named_parameters() if name in skipped]
-            shown = ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")
+        """Warn about parameters that reach the logits by a path without any selected parameter."""
+        skipped_names = set().union(*(graph.beside(set(selection.names)) for graph in self.graphs))
+        if skipped_names:
+            names = [name for name, _ in self.network.module.named_parameters() if name in skipped_names]
+            listing = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             warnings.warn(
-                f"The last layers ({', '.join(selection.names[:6])}) leave out parameters that are as near to the "
-                f"logits: {shown}. Their uncertainty is not counted; select them by name, with parameters=[...].",
+                f"The last layers ({', '.join(selection.names[:6])}) leave out parameters that are as close to the "
+                f"logits: {listing}. Their uncertainty is not counted; select them by name, with parameters=[...].",
                 UserWarning,
                 stacklevel=3,
             )
@@ -263,17 +262,17 @@ def inspect(network: Network, batch: Batch) -> Inspection:
     ran = [Layer.of(network.module, name) for name, _ in layers_that_ran(network.module, order)]
     for part in _growing(batch):
         # Layers that only some samples reach, as experts do: until each has run, or the batch is over.
-        if all(any(layer.name in graph.finished for graph in graphs) for layer in ran):
+        if all(any(layer.name in graph.ends for graph in graphs) for layer in ran):
             break
         if part is not None:
             graphs.append(_Graph.of(network, part))
-    used = set().union(*(graph.used() for graph in graphs))
+    used_names = set().union(*(graph.used() for graph in graphs))
     places: dict[str, int] = {}
     for graph in graphs:
         for name, place in graph.places(ran).items():
             places[name] = max(place, places.get(name, 0))
-    layout = _layout(network, observation, _in_order(network.module, ran, used, places))
-    idle = tuple(layer.name for layer in ran if not used & set(layer.parameters))
+    layout = _layout(network, observation, _in_order(network.module, ran, used_names, places))
+    idle = tuple(layer.name for layer in ran if not used_names & set(layer.parameters))
     return Inspection(network, batch, layout, idle, ending, tuple(graphs))
 
 
@@ -304,7 +303,7 @@ def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...]) 
 
 
 def _growing(batch: Batch) -> Iterator[Batch | None]:
-    """The batch in parts that grow; None for the first, of which there is a graph already."""
+    """The batch in growing parts; None for the first, whose graph exists already."""
     start, size = _FEW, _FEW
     yield None
     while start < len(batch):
@@ -312,29 +311,31 @@ def _growing(batch: Batch) -> Iterator[Batch | None]:
         start, size = start + size, min(2 * size, _MOST)
 
 
-def _in_order(module: nn.Module, ran: Sequence[Layer], used: set[str], places: Mapping[str, int]) -> tuple[Layer, ...]:
+def _in_order(
+    module: nn.Module, ran: Sequence[Layer], used_names: set[str], places: Mapping[str, int]
+) -> tuple[Layer, ...]:
     """The layers on which the logits depend: modules that ran, and weights that are used without their module.
 
-    A weight that is used outside the call of its module, after it, takes its layer along. One whose module never ran
-    is a layer by itself, with what else of its owner is used at that place; scales, temperatures and other parameters
-    of one dimension are none.
+    A weight that is used after the call of its module moves its layer there. One whose module never ran is a layer by
+    itself, with the other parameters of its owner that are used at that place; scales, temperatures and other
+    parameters of one dimension are not layers.
     """
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
     matrices = {name for name, shape in shapes.items() if sum(size > 1 for size in shape) > 1}
     positions: list[tuple[int, Layer]] = []
     for index, layer in enumerate(ran):
-        later = [places[name] for name in layer.parameters if name in places and name in matrices]
-        if used & set(layer.parameters):
-            positions.append((max([index, *later]), layer))
-    belong = {name for layer in ran for name in layer.parameters}
+        later_places = [places[name] for name in layer.parameters if name in places and name in matrices]
+        if used_names & set(layer.parameters):
+            positions.append((max([index, *later_places]), layer))
+    module_parameters = {name for layer in ran for name in layer.parameters}
     alone: dict[tuple[int, str], list[str]] = {}
     for name in shapes:
-        if name in places and name not in belong:
+        if name in places and name not in module_parameters:
             alone.setdefault((places[name], owner(name)), []).append(name)
     for (place, _), names in alone.items():
         if matrices & set(names):
             positions.append((place, Layer(" and ".join(names), tuple(names))))
-    # What stands at the place of a module was used before it finished; at places beyond the last one, after all.
+    # A weight at the place of a module was used before that finished; beyond the last place, after all modules.
     return tuple(layer for _, layer in sorted(positions, key=lambda entry: (entry[0], entry[1] in ran)))
 
 
@@ -342,32 +343,32 @@ def _in_order(module: nn.Module, ran: Sequence[Layer], used: set[str], places: M
 class _Graph:
     """The logits of a few samples with the autograd graph to all floating-point parameters, and the calls of modules.
 
-    `calls` has for each module when its calls began and ended, `finished` when the last one ended, by the numbers that
+    `calls` has for each module when its calls began and ended, `ends` when the last one ended, by the numbers that
     autograd gives its nodes.
     """
 
     logits: Float[Tensor, "B M"]
     leaves: dict[str, Tensor]
     calls: dict[str, list[tuple[int, int]]]
-    finished: dict[str, int]
+    ends: dict[str, int]
 
     @staticmethod
     def of(network: Network, batch: Batch) -> _Graph:
         replica = replicate(network.module).eval()
         every = network.module.named_parameters()
         leaves = {name: value.detach().requires_grad_() for name, value in every if value.is_floating_point()}
-        begun: dict[str, list[int]] = {}
+        starts: dict[str, list[int]] = {}
         calls: dict[str, list[tuple[int, int]]] = {}
 
         def begin(name: str) -> Any:
             def hook(*_: Any) -> None:
-                begun.setdefault(name, []).append(_now())
+                starts.setdefault(name, []).append(_now())
 
             return hook
 
         def end(name: str) -> Any:
             def hook(*_: Any) -> None:
-                calls.setdefault(name, []).append((begun[name].pop(), _now()))
+                calls.setdefault(name, []).append((starts[name].pop(), _now()))
 
             return hook
 
@@ -377,27 +378,27 @@ class _Graph:
             part.register_forward_hook(end(name))
         with torch.enable_grad():
             logits = as_logits(run(replica, batch, leaves), len(batch), network.output)
-        finished = {name: max(stop for _, stop in own) for name, own in calls.items()}
-        made = _Graph(logits, leaves, calls, finished)
-        if not made.used():
+        ends = {name: max(stop for _, stop in spans) for name, spans in calls.items()}
+        graph = _Graph(logits, leaves, calls, ends)
+        if not graph.used():
             raise ModelError(
                 "The logits do not depend on any parameter of the model, as far as autograd can tell; expected logits "
                 "that can be differentiated. The forward pass may run under torch.no_grad(), or detach() its outputs."
             )
-        return made
+        return graph
 
     def nodes(self) -> Iterator[Any]:
         """All nodes behind the logits, each once."""
-        found, left = set(), [self.logits.grad_fn]
-        while left:
-            node = left.pop()
-            if node is not None and node not in found:
-                found.add(node)
-                left += [child for child, _ in node.next_functions]
+        visited, pending = set(), [self.logits.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in visited:
+                visited.add(node)
+                pending += [child for child, _ in node.next_functions]
                 yield node
 
     def uses(self) -> Iterator[tuple[str, int]]:
-        """Each use of a parameter on a way to the logits, and when it was."""
+        """Each use of a parameter on a path to the logits, and its number in the graph."""
         names = {id(leaf): name for name, leaf in self.leaves.items()}
         for node in self.nodes():
             for child, _ in node.next_functions:
@@ -411,82 +412,82 @@ class _Graph:
 
     def places(self, ran: Sequence[Layer]) -> dict[str, int]:
         """For parameters that are used outside the calls of their layers: how many layers had finished before."""
-        found: dict[str, int] = {}
-        for name, when in self.uses():
-            own = [call for layer in ran if name in layer.parameters for call in self.calls.get(layer.name, [])]
-            if not any(start < when < stop for start, stop in own):
-                after = [i for i, layer in enumerate(ran) if self.finished.get(layer.name, -1) > when]
-                found[name] = max(min(after, default=len(ran)), found.get(name, 0))
-        return found
+        places: dict[str, int] = {}
+        for name, number in self.uses():
+            calls = [call for layer in ran if name in layer.parameters for call in self.calls.get(layer.name, [])]
+            if not any(start < number < stop for start, stop in calls):
+                later_layers = [i for i, layer in enumerate(ran) if self.ends.get(layer.name, -1) > number]
+                places[name] = max(min(later_layers, default=len(ran)), places.get(name, 0))
+        return places
 
     def with_derivative(self, names: Sequence[str]) -> set[str]:
         """Those of some parameters by which a random combination of the logits has a derivative other than zero."""
-        known = [name for name in names if name in self.leaves]
-        if not known:
+        leaf_names = [name for name in names if name in self.leaves]
+        if not leaf_names:
             return set()
         generator = torch.Generator().manual_seed(0)
         vectors = torch.randn(self.logits.shape, generator=generator).to(self.logits)
         try:
             gradients = torch.autograd.grad(
-                self.logits, [self.leaves[name] for name in known], vectors, retain_graph=True, allow_unused=True
+                self.logits, [self.leaves[name] for name in leaf_names], vectors, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
             raise ModelError(
                 f"The model cannot be differentiated by its parameters: {error} Expected operations that autograd can "
                 "go back through; with activation checkpoints, pass use_reentrant=False."
             ) from error
-        return {name for name, gradient in zip(known, gradients, strict=True) if _has_values(gradient)}
+        return {name for name, gradient in zip(leaf_names, gradients, strict=True) if _has_values(gradient)}
 
     def beside(self, selected: set[str]) -> set[str]:
-        """Parameters that are the first on a way from the logits back to the input, and are not selected.
+        """Parameters that are the first on a path from the logits back to the input, and are not selected.
 
-        A way ends where a value of selected parameters alone comes in, or a matrix of others; scales and shifts of
-        others are noted on the way.
+        A path ends where a value of selected parameters alone comes in, or a matrix of others; scales and shifts of
+        others are noted on the path.
         """
         names = {id(leaf): name for name, leaf in self.leaves.items()}
-        behind = self._parameters_behind(names)
-        found: set[str] = set()
-        if behind[self.logits.grad_fn] is not None:
-            return found  # where the input comes in cannot be told
-        seen, left = set(), [self.logits.grad_fn]
-        while left:
-            node = left.pop()
-            if node in seen:
+        sources = self._parameters_behind(names)
+        neighbours: set[str] = set()
+        if sources[self.logits.grad_fn] is not None:
+            return neighbours  # where the input comes in is unknown
+        visited, pending = set(), [self.logits.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node in visited:
                 continue
-            seen.add(node)
-            fixed = [own for own in map(behind.__getitem__, _children(node)) if own]
-            found |= {name for own in fixed for name in own - selected}
+            visited.add(node)
+            fixed = [own for own in map(sources.__getitem__, _children(node)) if own]
+            neighbours |= {name for own in fixed for name in own - selected}
             is_end = any(own <= selected or any(self.leaves[name].ndim > 1 for name in own) for own in fixed)
             if not is_end:
-                left += [child for child in _children(node) if behind[child] is None]
-        return found
+                pending += [child for child in _children(node) if sources[child] is None]
+        return neighbours
 
     def _parameters_behind(self, names: Mapping[int, str]) -> dict[Any, frozenset[str] | None]:
-        """Of each node, the parameters that its value is computed from; None where the input takes part."""
-        known: dict[Any, frozenset[str] | None] = {}
-        left = [self.logits.grad_fn]
-        while left:
-            node = left[-1]
+        """For each node, the parameters from which its value is computed; None if the input is involved."""
+        sources: dict[Any, frozenset[str] | None] = {}
+        pending = [self.logits.grad_fn]
+        while pending:
+            node = pending[-1]
             children = _children(node)
-            missing = [child for child in children if child not in known]
+            missing = [child for child in children if child not in sources]
             if missing:
-                left += missing
+                pending += missing
                 continue
-            left.pop()
+            pending.pop()
             variable = id(getattr(node, "variable", None))
-            parts = [known[child] for child in children]
+            parts = [sources[child] for child in children]
             is_input = len(children) < len(node.next_functions) and _operation(node) not in _ELEMENTWISE  # type: ignore[union-attr]
-            takes_part = is_input or _operation(node) in _LOOKS_UP or any(part is None for part in parts)
+            has_input = is_input or _operation(node) in _LOOKS_UP or any(part is None for part in parts)
             own = frozenset({names[variable]} if variable in names else ())
-            known[node] = None if takes_part else own.union(*(part for part in parts if part is not None))
-        return known
+            sources[node] = None if has_input else own.union(*(part for part in parts if part is not None))
+        return sources
 
 
 def _now() -> int:
-    """The number that autograd gives to a node made now: they grow."""
+    """The number that autograd would give to a node created now; the numbers grow."""
     with torch.inference_mode(False), torch.enable_grad():
-        made = torch.zeros((), requires_grad=True).view(())
-        return int(made.grad_fn._sequence_nr())  # type: ignore[union-attr]
+        value = torch.zeros((), requires_grad=True).view(())
+        return int(value.grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
 def _operation(node: Any) -> str:
@@ -499,7 +500,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _origin(node: Any) -> Any:
-    """What a node hands on: what lies behind operations that change little."""
+    """The node behind operations that only pass on their input."""
     while _operation(node) in _HANDS_ON and len(_children(node)) == 1:
         (node,) = _children(node)
     return node
@@ -522,7 +523,7 @@ def _ending(node: Any) -> str:
 
 
 def _require_logits(network: Network, order: Sequence[str], ending: str) -> None:
-    """Refuse outputs that are probabilities, and warn of operations at the end that logits are not made by."""
+    """Refuse outputs that are probabilities, and warn about last operations that logits do not come from."""
     if ending in _PROBABILITIES:
         modules = dict(network.module.named_modules())
         leaves = [name for name in order if not any(modules[name].children())]
@@ -536,14 +537,14 @@ def _require_logits(network: Network, order: Sequence[str], ending: str) -> None
             )
         kind = _PROBABILITIES[ending]
         raise ModelError(
-            f"The model's outputs are what a {kind} returned, so they are probabilities; expected logits. Return what "
-            f"goes into the {kind} from forward(), or pass a module that does."
+            f"The model's outputs come from a {kind}, so they are probabilities; expected logits. Return the input of "
+            f"the {kind} from forward(), or pass a module that does."
         )
     if ending in _ODD_FOR_LOGITS:
         kind = _ODD_FOR_LOGITS[ending]
         warnings.warn(
-            f"The model's outputs are what {kind} returned, which logits hardly ever are; their softmax is taken all "
-            f"the same. If the model was not trained with that softmax, return what goes into the {kind}.",
+            f"The model's outputs come from {kind}, which is unusual for logits; errbar takes their softmax all the "
+            f"same. If the model was not trained with that softmax, return the input of the {kind}.",
             UserWarning,
             stacklevel=2,
         )
@@ -552,8 +553,8 @@ def _require_logits(network: Network, order: Sequence[str], ending: str) -> None
 def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tensor, "B M"]) -> None:
     """Refuse a model whose result for one input depends on the others: a batch is compared with its first half.
 
-    Kernels differ with the size of a batch. What is more than their rounding has to be there as well in a batch of the
-    same size with other samples in its second half.
+    Kernels differ with the size of a batch. So a difference beyond rounding must also appear in a batch of the same
+    size with other samples in its second half.
     """
     size, half = len(batch), len(batch) // 2
     if half == 0:
@@ -562,10 +563,10 @@ def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tens
     rounding = max(_ROUNDING.get(kind, 4 * torch.finfo(kind).eps) for kind in [*kinds, logits.dtype])
     if network.device.type == "cuda" and rounding < _TENSOR_FLOAT and torch.float64 not in kinds:
         rounding = _TENSOR_FLOAT
-    expected = logits[:half]
+    reference = logits[:half]
 
     def differs(other: Float[Tensor, "k M"]) -> bool:
-        return bool(((other[:half] - expected).abs() > rounding * expected.abs().amax()).any())
+        return bool(((other[:half] - reference).abs() > rounding * reference.abs().amax()).any())
 
     if not differs(network.logits(batch.rows(0, half))):
         return
@@ -580,16 +581,16 @@ def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tens
 
     if differs(network.logits(batch.map(with_another_end))):
         raise ModelError(
-            "The model mixes samples: its logits for the first half of a batch are others than in the whole batch, so "
-            "one input's result depends on the others. Expected a model that treats samples independently; replace "
+            "The model mixes samples: its logits for the first half of a batch differ from those in the whole batch, "
+            "so one input's result depends on the others. Expected a model that treats samples independently; replace "
             "what is computed over the batch (a mean, a batch norm in training mode) by fixed numbers."
         )
 
 
 def _listed(layers: Sequence[Layer]) -> str:
-    shown = [layer.name or "(the model itself)" for layer in layers[-6:]]
+    names = [layer.name or "(the model itself)" for layer in layers[-6:]]
     more = f"{len(layers) - 6} more and " if len(layers) > 6 else ""
-    return f"The logits depend on {more}{', '.join(shown)}."
+    return f"The logits depend on {more}{', '.join(names)}."
 
 
 def _has_values(gradient: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""The streaming structure: the leading directions of the information, for networks whose n × n matrix fits nowhere.
+"""The streaming structure: the leading directions of the information, for networks whose n × n matrix is too large.
 
 The information F = Σ_n J_nᵀ Λ_n J_n is approximated by
 
@@ -78,10 +78,10 @@ from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar.errors import ArgumentError, DamagedFileError, ForgetError, ModelError
 
-# So many rows, and so many bytes of them, are made at a time; the first is for what the network holds beside them.
+# The number of rows, and their bytes, that are computed at a time; the first bounds the memory of the network.
 ROWS = {"cpu": 512, "cuda": 4096}
 ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
-# J of one input is held up to so many bytes: enough for ten classes and 25 million parameters.
+# The largest J of one input that is held, in bytes: enough for ten classes and 25 million parameters.
 JACOBIAN_BYTES = 2**30
 
 
@@ -120,7 +120,7 @@ class LowRankSum:
 
     @property
     def discarded_mass(self) -> float:
-        """tr(F − SᵀS) = tr F − ‖S‖²: what the rows do not tell, of which only the diagonal is kept."""
+        """tr(F − SᵀS) = tr F − ‖S‖²: what the rows lack, of which only the diagonal is kept."""
         return float(self.discarded.sum())
 
     def dense(self) -> Float[Tensor, "n n"]:
@@ -134,7 +134,7 @@ class LowRankSum:
 
     def __add__(self, other: LowRankSum) -> LowRankSum:
         rank = max(self.rank, other.rank)
-        # A sum is as rough as its roughest part, like the products that it is used with (`Information`).
+        # A sum is as coarse as its coarsest part, like the products that it is used with (`Information`).
         dtype = min(self.rows.dtype, other.rows.dtype, key=lambda kind: kind.itemsize)
         size = min(rank, len(self.rows) + len(other.rows))
         out = torch.empty(size, self.rows.shape[1], dtype=dtype, device=self.device)
@@ -175,15 +175,15 @@ class LowRankSum:
         rounding can tell the ranks apart.
         """
         sizes = team.exchange((len(self.rows), self.bound))
-        merged: LowRankSum | None = None
+        total: LowRankSum | None = None
         for source, (count, bound) in enumerate(sizes):
             if has_data[source]:
-                own = self._room(count) if team.leads and source != 0 else self
-                rows = team.brought_to_the_first(own.rows, source)
-                diagonal = team.brought_to_the_first(own.diagonal, source)
-                merged = team.together(_merge(merged, LowRankSum(rows, diagonal, bound, self.rank), team))
-        count, bound = team.broadcast(None if merged is None else (len(merged.rows), merged.bound))
-        result = self._room(count) if merged is None else merged
+                part = self._room(count) if team.leads and source != 0 else self
+                rows = team.brought_to_the_first(part.rows, source)
+                diagonal = team.brought_to_the_first(part.diagonal, source)
+                total = team.together(_merge(total, LowRankSum(rows, diagonal, bound, self.rank), team))
+        count, bound = team.broadcast(None if total is None else (len(total.rows), total.bound))
+        result = self._room(count) if total is None else total
         rows, diagonal = team.shared(result.rows, 0), team.shared(result.diagonal, 0)
         return LowRankSum(rows, diagonal, bound, self.rank)
 
@@ -197,11 +197,11 @@ class LowRankSum:
         return small, {"sum.rows": self.rows, "sum.diagonal": self.diagonal}
 
 
-def _merge(merged: LowRankSum | None, other: LowRankSum, team: Team) -> Callable[[], LowRankSum | None]:
-    """What the first rank has to do with the next sketch, and the others have not."""
+def _merge(total: LowRankSum | None, other: LowRankSum, team: Team) -> Callable[[], LowRankSum | None]:
+    """The merge of the next sketch, which only the first rank does."""
     if not team.leads:
         return lambda: None
-    return lambda: other if merged is None else merged + other
+    return lambda: other if total is None else total + other
 
 
 class LowRankAccumulator:
@@ -229,19 +229,19 @@ class LowRankAccumulator:
         """Add the rows Rᵀ J of a prepared batch, and return its logits. No J is formed: R is pulled back itself."""
         logits = self.network.logits(batch)
         if not bool(torch.isfinite(logits).all()):
-            # The caller, who looks at the logits too, may know better what is wrong, and comes first.
+            # The caller checks the logits too, and may have a more precise error to raise first.
             self.is_finite = False
             return logits
         vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
         device = logits.device
-        at_once = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))
-        samples, step = max(1, at_once // columns), min(at_once, columns)
+        row_limit = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))
+        samples, step = max(1, row_limit // columns), min(row_limit, columns)
         for start in range(0, size, samples):
             part = batch.rows(start, min(start + samples, size))
             for column in range(0, columns, step):
-                few = vectors[start : start + samples, column : column + step]
-                self.sketch.add(pulled_back(self.network, self.selection, part, few).flatten(0, 1))
+                some_vectors = vectors[start : start + samples, column : column + step]
+                self.sketch.add(pulled_back(self.network, self.selection, part, some_vectors).flatten(0, 1))
         return logits
 
     def finish(self) -> LowRankSum:
@@ -292,28 +292,28 @@ class LowRankFactor(Refactorised):
         """G and T diag(1 + s)^{−½} of all frames (`_from_jacobian`), whose products add up to QᵀR Q."""
         rows = derivative.of_rotated(rotation).jacobian().flatten(0, 1)
         blocks = list(column_blocks(rows.shape[1], len(rows) + len(self.directions), rows.device))
-        explained = self._explained(rows, blocks, rows.dtype)
+        projections = self._projections(rows, blocks, rows.dtype)
         for block in blocks:
-            yield self._rest(rows, explained, block, rows.dtype)
-        yield explained * (1 + self.strengths).rsqrt()
+            yield self._rest(rows, projections, block, rows.dtype)
+        yield projections * (1 + self.strengths).rsqrt()
 
     def gaussian_of_batch(self, network: Network, selection: Selection, batch: Batch) -> LogitGaussian:
         """N(ĝ, P^g) of a prepared batch in bounded memory: J of some inputs at a time, or one class after the other."""
         logits = network.logits(batch)
         size, classes = logits.shape
-        each = classes * selection.n_parameters * logits.element_size()
+        jacobian_bytes = classes * selection.n_parameters * logits.element_size()
         device = logits.device
-        step = max(1, min(_limit(ROWS, device) // classes, _limit(ROW_BYTES, device) // each))
+        step = max(1, min(_limit(ROWS, device) // classes, _limit(ROW_BYTES, device) // jacobian_bytes))
         identity = torch.eye(classes, dtype=logits.dtype, device=logits.device)
-        found = []
+        covariances = []
         for start in range(0, size, step):
             part = batch.rows(start, min(start + step, size))
-            if each > JACOBIAN_BYTES:
-                found.append(self._class_by_class(network, selection, part)[None])
+            if jacobian_bytes > JACOBIAN_BYTES:
+                covariances.append(self._class_by_class(network, selection, part)[None])
             else:
                 vectors = identity.expand(len(part), classes, classes)
-                found.append(self._from_jacobian(pulled_back(network, selection, part, vectors)))
-        return LogitGaussian(logits.to(network.dtype), FullCovariance(torch.cat(found)))
+                covariances.append(self._from_jacobian(pulled_back(network, selection, part, vectors)))
+        return LogitGaussian(logits.to(network.dtype), FullCovariance(torch.cat(covariances)))
 
     def _from_jacobian(self, jacobian: Float[Tensor, "B M n"]) -> Float[Tensor, "B M M"]:
         """G Gᵀ + T diag(1/(1 + s)) Tᵀ in float64, with T = J D^{−1/2} Qᵀ and G = J D^{−1/2} − T Q.
@@ -326,15 +326,15 @@ class LowRankFactor(Refactorised):
         rows = jacobian.reshape(-1, n)
         dtype = torch.promote_types(rows.dtype, self.directions.dtype)
         blocks = list(column_blocks(n, len(rows) + len(self.directions), rows.device))
-        explained = self._explained(rows, blocks, dtype)
+        projections = self._projections(rows, blocks, dtype)
         total = torch.zeros(size, classes, classes, dtype=torch.float64, device=rows.device)
         for block in blocks:
-            rest = self._rest(rows, explained, block, dtype).reshape(size, classes, -1)
+            rest = self._rest(rows, projections, block, dtype).reshape(size, classes, -1)
             total += rest @ rest.mT
-        half = (explained * (1 + self.strengths).rsqrt()).reshape(size, classes, -1)
+        half = (projections * (1 + self.strengths).rsqrt()).reshape(size, classes, -1)
         return linalg.symmetric(total + half @ half.mT)
 
-    def _explained(self, rows: Float[Tensor, "K n"], blocks: list[slice], dtype: torch.dtype) -> Float[Tensor, "K k"]:
+    def _projections(self, rows: Float[Tensor, "K n"], blocks: list[slice], dtype: torch.dtype) -> Float[Tensor, "K k"]:
         """T = J D^{−1/2} Qᵀ, summed in float64."""
         total = torch.zeros(len(rows), len(self.directions), dtype=torch.float64, device=rows.device)
         for block in blocks:
@@ -342,11 +342,11 @@ class LowRankFactor(Refactorised):
         return total
 
     def _rest(
-        self, rows: Float[Tensor, "K n"], explained: Float[Tensor, "K k"], block: slice, dtype: torch.dtype
+        self, rows: Float[Tensor, "K n"], projections: Float[Tensor, "K k"], block: slice, dtype: torch.dtype
     ) -> Float[Tensor, "K b"]:
         """Some columns of G = J D^{−1/2} − T Q."""
         part, directions = self._scaled(rows, block, dtype), self.directions[:, block].to(dtype)
-        return torch.addmm(part, explained.to(dtype), directions, alpha=-1)
+        return torch.addmm(part, projections.to(dtype), directions, alpha=-1)
 
     def _scaled(self, rows: Float[Tensor, "K n"], block: slice, dtype: torch.dtype) -> Float[Tensor, "K b"]:
         return rows[:, block].to(dtype) * self.scale[block].to(dtype)
@@ -359,14 +359,14 @@ class LowRankFactor(Refactorised):
         values = selection.values(network.module)
         columns, prior_variance = [], 0.0
         with sdpa_kernel(SDPBackend.MATH):
-            logits, pull = vjp(lambda given: network.logits(batch, given)[0], values)[:2]
+            logits, pull = vjp(lambda parameters: network.logits(batch, parameters)[0], values)[:2]
             push = vjp(lambda vector: pull(vector)[0], torch.zeros_like(logits))[1]
             for vector in torch.eye(len(logits), dtype=logits.dtype, device=logits.device):
                 gradient = torch.cat([part.reshape(-1) for part in pull(vector)[0].values()]).to(self.directions.dtype)
                 scale = self.scale.to(gradient.dtype)
-                scaled = gradient * scale
-                prior_variance = max(prior_variance, float(scaled.double().square().sum()))
-                product = selection.unflatten((self._shrunk(scaled) * scale)[None])
+                scaled_gradient = gradient * scale
+                prior_variance = max(prior_variance, float(scaled_gradient.double().square().sum()))
+                product = selection.unflatten((self._shrunk(scaled_gradient) * scale)[None])
                 columns.append(push({name: product[name][0].to(v.dtype) for name, v in values.items()})[0].double())
         covariance = linalg.symmetric(torch.stack(columns, 1))
         # Rounding of J D^{−1/2} by P^½ Jᵀ, both of them long sums.
@@ -395,11 +395,11 @@ class LowRankFactor(Refactorised):
         for block in blocks:
             weights += normal[:, block] @ self.directions[:, block].to(normal.dtype).T
         weights *= 1 - (1 + self.strengths).rsqrt().to(normal.dtype)
-        drawn = torch.empty_like(normal)
+        draws = torch.empty_like(normal)
         for block in blocks:
             rest = torch.addmm(normal[:, block], weights, self.directions[:, block].to(normal.dtype), alpha=-1)
-            drawn[:, block] = rest * self.scale[block].to(normal.dtype)
-        return drawn
+            draws[:, block] = rest * self.scale[block].to(normal.dtype)
+        return draws
 
     def log_determinant_of_precision(self) -> float:
         """ln det(D + SᵀS) = Σ ln D + Σ ln(1 + s)."""
@@ -424,16 +424,16 @@ class LowRankStructure(Structure):
     def route(self, network: Network, selection: Selection, batch: Batch) -> None:
         return None
 
-    def rank(self, asked: int) -> int:
-        number = whole_number(asked)
+    def rank(self, rank: int) -> int:
+        number = whole_number(rank)
         if number is None or number < 1:
-            raise ArgumentError(f"rank is {asked!r}; expected a whole number of one or more.")
+            raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
         return number
 
     def cost(self, work: Workload) -> Cost:
         return cost(work)
 
-    def accumulator(self, task: Task, keep: Rows | None) -> Accumulator:
+    def accumulator(self, task: Task, rows: Rows | None) -> Accumulator:
         return LowRankAccumulator(task.network, task.selection, task.fisher, task.dtype, task.network.device, task.rank)
 
     def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
@@ -488,8 +488,8 @@ def _vectorised(
     values = selection.values(network.module)
 
     def single(sample: list[Tensor], cotangents: Tensor) -> dict[str, Tensor]:
-        back = vjp(lambda given: network.logits(batch.with_sample(sample), given)[0], values)[1]
-        gradients: dict[str, Tensor] = vmap(back)(cotangents)[0]
+        pull = vjp(lambda parameters: network.logits(batch.with_sample(sample), parameters)[0], values)[1]
+        gradients: dict[str, Tensor] = vmap(pull)(cotangents)[0]
         return gradients
 
     # Fused attention kernels have no batching rule for their derivative; the plain formula has.
@@ -521,13 +521,13 @@ def _one_by_one(
 
 
 def cost(work: Workload) -> Cost:
-    """k rows and k directions of n numbers; 2k rows and the rows of some samples while they are made."""
+    """k rows and k directions of n numbers; during the fit 2k rows and the rows of some samples."""
     n, s, w, classes = work.n, work.itemsize, work.network_itemsize, work.classes
     rank = min(work.rank, n)
     columns = classes if work.fisher == "eta" else max(1, classes - 1)
-    at_once = int(by_device(ROWS, work.device))
+    row_limit = int(by_device(ROWS, work.device))
     limit = int(by_device(ROW_BYTES, work.device))
-    rows = min(at_once, max(1, limit // (n * w)))
+    rows = min(row_limit, max(1, limit // (n * w)))
     samples, seeds = min(work.batch, max(1, rows // columns)), min(rows, columns)
 
     def rows_bytes(samples: int, seeds: int) -> int:
@@ -535,19 +535,19 @@ def cost(work: Workload) -> Cost:
 
     sketch = rank * n * s
     posterior = 2 * sketch + 3 * 8 * n
-    collecting = 2 * sketch + 8 * n + rows_bytes(samples, seeds)
-    conditioning = posterior + 3 * 8 * max(2**20, 2048 * rank)
-    few = min(work.batch, max(1, min(at_once // classes, limit // (classes * n * w))))
-    large = classes * n * w > JACOBIAN_BYTES
-    inputs = rows_bytes(1, 2) + 6 * n * s if large else rows_bytes(few, classes)
-    predicting = posterior + inputs + drawing_bytes(work, full=True)
+    collect_bytes = 2 * sketch + 8 * n + rows_bytes(samples, seeds)
+    condition_bytes = posterior + 3 * 8 * max(2**20, 2048 * rank)
+    prediction_samples = min(work.batch, max(1, min(row_limit // classes, limit // (classes * n * w))))
+    is_large = classes * n * w > JACOBIAN_BYTES
+    inputs = rows_bytes(1, 2) + 6 * n * s if is_large else rows_bytes(prediction_samples, classes)
+    predict_bytes = posterior + inputs + drawing_bytes(work, full=True)
     once = 2.0 * rank**2 * n + 20.0 * rank**3
     predict_products = classes * n * (2.0 * rank + classes) + drawing_products(work, full=True)
-    fit = max(collecting, conditioning)
+    fit_bytes = max(collect_bytes, condition_bytes)
     return Cost(
         posterior,
-        fit,
-        predicting,
+        fit_bytes,
+        predict_bytes,
         5.0 * rank * n * columns,
         once,
         predict_products,

@@ -19,16 +19,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Bytes of one tile of rows: they should stay in the cache until they are multiplied; a GPU wants few large launches.
+# Bytes of one tile of rows, which should stay in the cache until it is multiplied; a GPU needs few large launches.
 TILE_BYTES = {"cpu": 2**22, "cuda": 2**29}
 # Float32 numbers of a vector register, and the number of columns below which it matters.
 _VECTOR = 16
 _NARROW = 256
 # Below so many samples, and on a GPU, a tile is made by two gathers instead of one product for each a.
 _FEW_SAMPLES = 8
-# Fewer columns than the first, and more than one, are made as many as the second before a product.
+# Fewer columns than the first, but more than one, are padded to the second before a product.
 _NARROW_COLUMNS, _WIDE_COLUMNS = 12, 16
-# Up to so many outputs all entries are expanded by one product; numbers of a piece where there are more.
+# Up to so many outputs all entries are expanded by one product; above, in pieces of so many numbers.
 _FEW_OUTPUTS = 32
 _EXPANDED_NUMBERS = 2**21
 
@@ -74,15 +74,15 @@ def product_rows(
             yield part.start, part.stop, left.index_select(0, first[part]).mul_(other.index_select(0, second[part]))
         return
     buffer = torch.empty(min(limit, total), samples, dtype=left.dtype, device=left.device)
-    start = filled = 0
+    start = count = 0
     for a in range(p):
-        factors = other[a:] if symmetric else other
-        if filled + len(factors) > len(buffer):
-            yield start, start + filled, buffer[:filled]
-            start, filled = start + filled, 0
-        torch.mul(factors, left[a], out=buffer[filled : filled + len(factors)])
-        filled += len(factors)
-    yield start, start + filled, buffer[:filled]
+        partners = other[a:] if symmetric else other
+        if count + len(partners) > len(buffer):
+            yield start, start + count, buffer[:count]
+            start, count = start + count, 0
+        torch.mul(partners, left[a], out=buffer[count : count + len(partners)])
+        count += len(partners)
+    yield start, start + count, buffer[:count]
 
 
 def add_products(
@@ -105,14 +105,14 @@ def contract(
 ) -> Float[Tensor, "k B"]:
     """Q_ij = Σ_ab coefficient[ab, ij] h_a h'_b for each sample.
 
-    Products with two to eleven columns take longer than with sixteen (twice on the processors tried), so a few columns
-    of zeros are put beside them there.
+    Products with two to eleven columns take longer than with sixteen (twice on the processors tried), so these are
+    padded with columns of zeros.
     """
     samples = left.shape[1]
     if left.device.type == "cpu" and 1 < samples < _NARROW_COLUMNS:
-        beside = (0, _WIDE_COLUMNS - samples)
-        wide = None if right is None else torch.nn.functional.pad(right, beside)
-        return contract(coefficients, torch.nn.functional.pad(left, beside), wide)[:, :samples]
+        padding = (0, _WIDE_COLUMNS - samples)
+        wide = None if right is None else torch.nn.functional.pad(right, padding)
+        return contract(coefficients, torch.nn.functional.pad(left, padding), wide)[:, :samples]
     result: Tensor | None = None
     for start, stop, tile in product_rows(left, right):
         rows = coefficients[start:stop].T
@@ -132,8 +132,7 @@ def packed_weights(product: Float[Tensor, "B d e"], *, symmetric: bool) -> Float
 
 
 def padded(weights: Float[Tensor, "k B"]) -> Float[Tensor, "m B"]:
-    """A few rows of zeros, so that their number is a multiple of a vector register: narrow products are half as fast
-    without."""
+    """Padded with rows of zeros to a multiple of a vector register, without which narrow products are half as fast."""
     k = len(weights)
     missing = -k % _VECTOR if k < _NARROW else 0
     return torch.nn.functional.pad(weights, (0, 0, 0, missing)) if missing else weights

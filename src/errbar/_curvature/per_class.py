@@ -134,13 +134,13 @@ class PerClassAccumulator:
 
 def inner_of(derivative: Derivative) -> Float[Tensor, "B p"]:
     """h of the one layer that returns the logits themselves."""
-    factors = derivative.terms
-    if factors is None or len(factors) != 1 or factors[0].outer is not None:
+    terms = derivative.terms
+    if terms is None or len(terms) != 1 or terms[0].outer is not None:
         raise ModelError(
             "The last layer returned the logits in the first batch and does something else now; expected a model that "
             "computes the same function for every batch."
         )
-    return factors[0].inner
+    return terms[0].inner
 
 
 class PerClassFactor(Refactorised):
@@ -165,7 +165,7 @@ class PerClassFactor(Refactorised):
         return _scattered(linalg.inverse_from_cholesky(self.lower), self.layer)
 
     def gaussian(self, mean: Float[Tensor, "B M"], derivative: Derivative) -> LogitGaussian:
-        """N(ĝ, diag v), v_m = hᵀ P_m h: M p²/2 multiplications an input."""
+        """N(ĝ, diag v), v_m = hᵀ P_m h: M p²/2 multiplications per input."""
         inner = inner_of(derivative)
         variance = packed.contract(self.coefficients(inner.dtype), inner.T.contiguous(), None).T
         return LogitGaussian(mean, DiagonalCovariance(variance.clamp_min(0)))
@@ -184,24 +184,24 @@ class PerClassFactor(Refactorised):
         return torch.diag_embed((half.mT @ half).permute(1, 2, 0)).permute(0, 2, 1, 3)
 
     def coefficients(self, dtype: torch.dtype) -> Float[Tensor, "rows M"]:
-        """The packed coefficients of v_m = Σ_{a≤b} c_abm h_a h_b; made once."""
+        """The packed coefficients of v_m = Σ_{a≤b} c_abm h_a h_b; computed once."""
         with self._lock:
             if dtype not in self._cache:
                 a, b = packed.triangle(self.layer.width, self.lower.device)
-                made = torch.empty(len(a), len(self.lower), dtype=dtype, device=self.lower.device)
+                values = torch.empty(len(a), len(self.lower), dtype=dtype, device=self.lower.device)
                 double = (1 + (a != b).double())[:, None]
                 for start in range(0, len(self.lower), 64):
                     covariance = linalg.inverse_from_cholesky(self.lower[start : start + 64])
-                    made[:, start : start + 64] = covariance[:, a, b].T * double
-                self._cache[dtype] = made
+                    values[:, start : start + 64] = covariance[:, a, b].T * double
+                self._cache[dtype] = values
             return self._cache[dtype]
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P) in the order of the flat vector."""
         count, (classes, p) = len(normal), self.lower.shape[:2]
-        drawn = linalg.solve_lower_transposed(self.lower, normal.reshape(count, classes, p).permute(1, 2, 0))
+        draws = linalg.solve_lower_transposed(self.lower, normal.reshape(count, classes, p).permute(1, 2, 0))
         flat = torch.empty_like(normal)
-        flat[:, self.layer.positions().reshape(-1).to(normal.device)] = drawn.permute(2, 0, 1).reshape(count, -1)
+        flat[:, self.layer.positions().reshape(-1).to(normal.device)] = draws.permute(2, 0, 1).reshape(count, -1)
         return flat
 
     def log_determinant_of_precision(self) -> float:
@@ -244,11 +244,11 @@ def cost(work: Workload) -> Cost:
     p = term.width
     rows = p * (p + 1) // 2
     sums, factors = 8 * rows * classes, 8 * classes * p * p
-    staged = int(by_device(STAGED_SAMPLES, work.device)) * (classes + p) * s
-    collecting = sums + 2 * staged + 3 * 8 * work.batch * classes
-    inverting = 64 * 8 * (2 * p * p + 2 * rows)
-    predicting = sums + factors + s * rows * classes + max(inverting, drawing_bytes(work, full=False))
+    staged_bytes = int(by_device(STAGED_SAMPLES, work.device)) * (classes + p) * s
+    collect_bytes = sums + 2 * staged_bytes + 3 * 8 * work.batch * classes
+    inverse_bytes = 64 * 8 * (2 * p * p + 2 * rows)
+    predict_bytes = sums + factors + s * rows * classes + max(inverse_bytes, drawing_bytes(work, full=False))
     product = float(rows * classes)
     once = classes * p**3 + 20.0 * rows * classes
-    fit, inputs = max(collecting, sums + factors), product + drawing_products(work, full=False)
-    return Cost(sums + factors, fit, predicting, product, once, inputs, (0, 0), exact=True)
+    fit_bytes, inputs = max(collect_bytes, sums + factors), product + drawing_products(work, full=False)
+    return Cost(sums + factors, fit_bytes, predict_bytes, product, once, inputs, (0, 0), exact=True)

@@ -8,8 +8,7 @@
 | lowrank | up to a stated bound | all parameters, in k directions | k n |
 | diag | no | nothing | n |
 
-A last layer alone with the `eta` Fisher is exact with one matrix for each class (`_curvature.per_class`), and `dense`
-takes that.
+For a last layer alone with the `eta` Fisher, `dense` is exact with one matrix for each class (`_curvature.per_class`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _STRUCTURES: dict[str, Structure] = {
 
 
 def register(structure: Structure) -> None:
-    """Make a structure known by its name, after all that are known already."""
+    """Add a structure under its name, after all existing ones."""
     _STRUCTURES[structure.name] = structure
 
 

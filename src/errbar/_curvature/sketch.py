@@ -5,8 +5,8 @@ Phillips (2016). Notation of this file:
 
 - F = Σ u uᵀ, (n, n), is never formed; S, (k, n), are the rows kept of it;
 - a *compression* takes more than k rows B to k. With the eigenvalues σ₁² ≥ σ₂² ≥ … of B Bᵀ and δ = σ²_{k+1}, the
-  last a of the k directions keep σ² − δ, those before keep σ², those after are gone;
-- E = F − SᵀS is what is gone.
+  last a of the k directions keep σ² − δ, those before keep σ², those after are discarded;
+- E = F − SᵀS is what was discarded.
 
 One compression takes away something between 0 and δ I, so that 0 ⪯ E ⪯ Δ I with Δ = Σ δ over all compressions,
 whatever a is, and this is what `bound` counts. Each takes away (a + 1) δ of the trace or more, and therefore
@@ -71,7 +71,7 @@ def gram(first: Float[Tensor, "p n"], second: Float[Tensor, "q n"]) -> Float[Ten
 
 
 def shrunk_directions(rank: int) -> int:
-    """a, how many of `rank` directions give way to what comes."""
+    """a, how many of `rank` directions are shrunk."""
     return math.ceil(_SHRUNK_SHARE * rank)
 
 
@@ -89,10 +89,10 @@ def compress(
     squares, vectors = eigen(small)
     squares = squares.clamp_min(0)
     delta = float(squares[rank]) if len(squares) > rank else 0.0
-    kept = squares[:rank].clone()
-    kept[max(0, rank - shrunk_directions(rank)) :] -= delta
-    count = int((kept > 0).sum())
-    weights = (kept[:count] / squares[:count]).sqrt()
+    strengths = squares[:rank].clone()
+    strengths[max(0, rank - shrunk_directions(rank)) :] -= delta
+    count = int((strengths > 0).sum())
+    weights = (strengths[:count] / squares[:count]).sqrt()
     mixing = (vectors[:, :count] * weights).T.to(first.dtype)
     left, right = mixing[:, : len(first)], mixing[:, len(first) :]
     for block in column_blocks(first.shape[1], len(first) + len(second), first.device):
@@ -140,11 +140,11 @@ def without_rounding(covariance: Float[Tensor, "M M"], tolerance: float) -> Floa
 
 
 class FrequentDirections:
-    """S, diag F and Δ of a stream of rows: 2k rows of memory, 5 k n multiplications a row.
+    """S, diag F and Δ of a stream of rows: 2k rows of memory, 5 k n multiplications per row.
 
-    Most samples of a well-trained network are certain, and their rows next to nothing. A row u that is not sketched
-    adds u uᵀ ⪯ |u|² I to what is gone, so the lightest are left out as long as all of them together weigh no more
-    than 5 % of Σ δ, which they are counted with: nothing is left out before something had to be discarded.
+    A well-trained network is certain about most samples, whose rows are almost zero. A row u that is not sketched adds
+    u uᵀ ⪯ |u|² I to what is discarded, so the lightest are left out as long as all of them together weigh no more than
+    5 % of Σ δ; the bound includes them. Nothing is left out before the first compression discards something.
     """
 
     def __init__(self, n: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,10 +169,10 @@ class FrequentDirections:
         self.diagonal += by_column
         rows = self._heavy(rows, by_row).to(self._kept.dtype)
         if self._fresh is None:
-            few = rows[: self.rank - self._kept_count]
-            self._kept[self._kept_count : self._kept_count + len(few)] = few
-            self._kept_count += len(few)
-            rows = rows[len(few) :]
+            first_rows = rows[: self.rank - self._kept_count]
+            self._kept[self._kept_count : self._kept_count + len(first_rows)] = first_rows
+            self._kept_count += len(first_rows)
+            rows = rows[len(first_rows) :]
             if len(rows):
                 self._fresh = torch.empty_like(self._kept)
         while len(rows):
@@ -185,14 +185,14 @@ class FrequentDirections:
                 self._compress()
 
     def finish(self) -> Float[Tensor, "k n"]:
-        """The rows S; this object is of no use afterwards."""
+        """The rows S; the object must not be used afterwards."""
         if self._fresh_count:
             self._compress()
         self._fresh = None
         return self._kept if self._kept_count == self.rank else self._kept[: self._kept_count].clone()
 
     def _heavy(self, rows: Float[Tensor, "m n"], squares: Float[Tensor, "m"]) -> Float[Tensor, "k n"]:
-        """All rows but the lightest, as far as there is room for them in the bound."""
+        """All rows but the lightest, as far as the bound has room for these."""
         order = squares.argsort()
         weight = squares[order].cumsum(0)
         count = int((weight <= _LIGHT_SHARE * self._shrunk - self._left_out).sum())
@@ -203,7 +203,7 @@ class FrequentDirections:
 
     def _compress(self) -> None:
         assert self._fresh is not None
-        kept, fresh = self._kept[: self._kept_count], self._fresh[: self._fresh_count]
-        self._kept_count, delta = compress(kept, fresh, self.rank, self._kept)
+        rows, fresh = self._kept[: self._kept_count], self._fresh[: self._fresh_count]
+        self._kept_count, delta = compress(rows, fresh, self.rank, self._kept)
         self._fresh_count = 0
         self._shrunk += delta

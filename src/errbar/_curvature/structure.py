@@ -1,12 +1,12 @@
-"""What a structure of the information is: how it adds up data, predicts, costs, and goes into files.
+"""The interface of a structure of the information: how it adds up data, predicts, costs, and is saved.
 
     Structure      one for each name: it begins sums, predicts with factors, reads files and knows its cost
     Accumulator    adds up the batches of one pass over the data
     Sum            what they add up to: information, which adds up over days, sites and ranks
     Factor         a sum and a prior: the posterior, ready to predict
 
-A new structure is one file with these four and one line in `_curvature.registry`. `Structure` has ready ways of going
-about the derivatives; a structure overrides those that do not suit it.
+A new structure is one file with these four and one line in `_curvature.registry`. `Structure` has default methods for
+the derivatives; a structure overrides those that do not suit it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from errbar._model.network import Network
 from errbar._model.selection import Selection
 from errbar.errors import ExportError
 
-# Numbers of J up to which the covariance between frames is made by a root.
+# The size of J up to which the covariance between frames is computed from a root.
 ROOT_NUMBERS = 2**26
 
 Description = dict[str, Any]
@@ -44,13 +44,13 @@ Rows = list[Float[Tensor, "k n"]]
 
 
 class Sum(Protocol):
-    """What data said about the parameters, in float64; additive."""
+    """The information of data about the parameters, in float64; additive."""
 
     @property
     def device(self) -> torch.device: ...
 
     def dense(self) -> Float[Tensor, "n n"]:
-        """The information matrix, whichever way it is held."""
+        """The information matrix, in full."""
         ...
 
     def __add__(self, other: Self, /) -> Self: ...
@@ -74,7 +74,7 @@ class Sum(Protocol):
         ...
 
     def is_zero(self) -> bool:
-        """Whether it says nothing at all about any parameter."""
+        """Whether it holds no information about any parameter."""
         ...
 
     def reduced(self, has_data: Sequence[bool], team: Team, /) -> Self:
@@ -82,7 +82,7 @@ class Sum(Protocol):
         ...
 
     def written(self) -> tuple[Description, Tensors]:
-        """What is small, with the `form` of the sum, and arrays: what `Structure.read_sum` reads."""
+        """A description, with the `form` of the sum, and arrays: what `Structure.read_sum` reads."""
         ...
 
 
@@ -112,17 +112,17 @@ class Factor(Protocol):
     def log_determinant_of_precision(self) -> float: ...
 
     def rounding_share(self, prior_precision: Float[Tensor, "n"], /) -> float:
-        """By how much rounding of float32 products has changed variances that the prior decides: a share of them.
+        """The share by which rounding of float32 products has changed variances that the prior decides.
 
-        As far as that is known: `diag` has no directions in which sums of squares cancel, and of what a sketch leaves
-        out the rounding is not known.
+        Zero where it is unknown: `diag` has no directions in which sums of squares cancel, and the rounding of what a
+        sketch leaves out cannot be measured.
         """
         ...
 
     def to(self, device: torch.device, /) -> Factor: ...
 
     def written(self) -> tuple[Description, Tensors]:
-        """What is small, and arrays, in the memory layout that they have: what `Structure.read_factor` reads."""
+        """A description, and arrays in their memory layout: what `Structure.read_factor` reads."""
         ...
 
     def in_graph(self, layers: Sequence[LinearLayer], dtype: torch.dtype, /) -> GraphCovariance:
@@ -131,7 +131,7 @@ class Factor(Protocol):
 
 
 class Refactorised:
-    """A factor without a recursion, and without a graph unless it says so: made anew from its sum."""
+    """A factor without a recursion, computed anew from its sum; without a graph unless overridden."""
 
     def can_recurse(self, rows: int) -> bool:
         return False
@@ -193,31 +193,31 @@ class Summand(Protocol):
 class Structure(ABC):
     """One structure of the information: see the top of this file.
 
-    As it stands here, derivatives come from `_derivative.route`: as terms V ⊗ hᵀ where the layers allow it, else as
+    By default derivatives come from `_derivative.route`: as terms V ⊗ hᵀ where the layers allow it, otherwise as
     Jacobians. `sums` says what adds them up, and the factor's `gaussian` and `joint_covariance` predict with them.
     """
 
     name: ClassVar[str]
 
     def route(self, network: Network, selection: Selection, batch: Batch) -> Route | None:
-        """How to differentiate, by what the layers are and by what the first (prepared) batch shows."""
+        """How to differentiate, from the layers and the first (prepared) batch."""
         return Route.plan(network, selection, batch)
 
-    def rank(self, asked: int) -> int:
-        """The rank of a sketch; 1 where there is none."""
+    def rank(self, rank: int) -> int:
+        """The rank of a sketch, checked; 1 for a structure without one."""
         return 1
 
     @abstractmethod
     def cost(self, work: Workload) -> Cost:
-        """What a fit and predictions take."""
+        """The cost of a fit and of predictions."""
 
     def sums(self, task: Task) -> Summand:
         """An empty sum."""
         raise AssertionError("a structure has either sums or an accumulator of its own")
 
-    def accumulator(self, task: Task, keep: Rows | None) -> Accumulator:
-        """What adds up batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
-        return Differentiating(self, task, self.sums(task), keep)
+    def accumulator(self, task: Task, rows: Rows | None) -> Accumulator:
+        """What adds up batches; with `rows`, the rows U_nᵀ of all samples are appended there."""
+        return Differentiating(self, task, self.sums(task), rows)
 
     def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
         """The logits and their derivative in the network's own dtype, for some samples at a time."""
@@ -228,7 +228,7 @@ class Structure(ABC):
         """N(ĝ, P^g) of the inputs of a prepared batch, for some of them at a time."""
         for mean, derivative in self.derivatives(task, batch):
             gaussian = factor.gaussian(mean.to(task.network.dtype), derivative.to(task.dtype))
-            # It would otherwise stay until the next one is there.
+            # Otherwise it would stay until the next one exists.
             del derivative
             yield gaussian
 
@@ -251,17 +251,17 @@ class Structure(ABC):
 class Differentiating:
     """Differentiates batches, and adds the derivatives up."""
 
-    def __init__(self, structure: Structure, task: Task, sums: Summand, keep: Rows | None) -> None:
-        self.structure, self.task, self.sums, self.keep = structure, task, sums, keep
+    def __init__(self, structure: Structure, task: Task, sums: Summand, rows: Rows | None) -> None:
+        self.structure, self.task, self.sums, self.rows = structure, task, sums, rows
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
         logits = []
         for part, derivative in self.structure.derivatives(self.task, batch):
             self.sums.add(part, derivative)
             logits.append(part)
-            if self.keep is not None:
-                self.keep.append(weighted_rows(part, derivative.jacobian(), self.task.fisher, self.task.dtype))
-            # It would otherwise stay until the next one is there.
+            if self.rows is not None:
+                self.rows.append(weighted_rows(part, derivative.jacobian(), self.task.fisher, self.task.dtype))
+            # Otherwise it would stay until the next one exists.
             del derivative
         return torch.cat(logits)
 
@@ -272,7 +272,7 @@ class Differentiating:
 def joint_logits(factor: Any, mean: Float[Tensor, "C M"], derivative: Any, network: Network) -> JointLogits:
     """The logits of several frames together: whatever the dtype of the network, everything after it is float64.
 
-    By a root of R, in contrasts, as long as that can be held or J is made anyway.
+    From a root of R, in contrasts, if that is small enough or the factor has no other way.
     """
     rounding = torch.finfo(mean.dtype).eps
     mean = mean.to(network.dtype)

@@ -1,7 +1,7 @@
-"""What is asked of the data: sums of which structure, about which parameters of which network, and how to go about it.
+"""The task of a fit: sums of which structure, for which parameters of which network, and how to differentiate.
 
-A file holds no model. What is read from one is about an `AbsentNetwork`, of which only the weights' fingerprint is
-known; `Task.on` puts a model in its place.
+A file holds no model. A task from a file has an `AbsentNetwork`, of which only the weights' fingerprint is known;
+`Task.on` puts a model in its place.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ Precision = Literal["float64"]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is asked of the data, and what the first batch decided.
+    """What to compute from the data, and what the first batch decided.
 
-    `route` says how the logits are differentiated; None for structures that take no layer apart. `rank` is that of a
-    sketch, and 1 for structures without one. `layout` is what the first pass showed, and `batch_size` what batches
-    are expected to have; both are known in the process that made the fit, and not from a file. `unpack` is how batches
-    were read, for those that come later, and `batch_form` what they were before that; files keep only the latter.
-    `dtype`, that of products, follows from the network and `precision`.
+    `route` says how the logits are differentiated; None for structures that need no layers. `rank` is that of a sketch,
+    and 1 for structures without one. `layout` is what the first pass showed, and `batch_size` the expected size of
+    batches; a file has neither. `unpack` reads later batches as it read those of the fit, and `batch_form` is the form
+    that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
     """
 
     network: Network
@@ -58,11 +57,11 @@ class Task:
         return replace(self, network=network)
 
     def reading(self, unpack: Unpack | None) -> Task:
-        """The same task, with `unpack` for the batches that come."""
+        """The same task, with `unpack` for later batches."""
         return self if unpack is None else replace(self, unpack=kept_unpack(unpack, self.batch_form))
 
     def facts(self) -> dict[str, str]:
-        """What has to be the same on all ranks whose sums are added."""
+        """What must be the same on all ranks whose sums are added."""
         return {
             "weights (fingerprint)": self.network.fingerprint,
             "parameters": ", ".join(self.selection.names),
@@ -77,7 +76,7 @@ class Task:
 
     def require_same_kind(self, other: Task) -> None:
         """Raise `MismatchError` unless sums of the two can be added."""
-        for what, ours, theirs in (
+        for name, first, second in (
             ("fisher", self.fisher, other.fisher),
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
@@ -85,9 +84,9 @@ class Task:
             ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
             ("outputs of the model", described_output(self.network.output), described_output(other.network.output)),
         ):
-            if ours != theirs:
-                shown = "" if what == "parameters" else f": {ours} and {theirs}"
-                raise MismatchError(f"Information of different {what} cannot be combined{shown}.")
+            if first != second:
+                values = "" if name == "parameters" else f": {first} and {second}"
+                raise MismatchError(f"Information of different {name} cannot be combined{values}.")
 
 
 def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
@@ -95,7 +94,7 @@ def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
 
 
 class AbsentNetwork(Network):
-    """The network that a file is about: its fingerprint, its dtype and where its logits are; no model to run."""
+    """The network of a file: its fingerprint, its dtype and where its logits are; no model to run."""
 
     has_model = False
 
@@ -106,7 +105,7 @@ class AbsentNetwork(Network):
         self.device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Whatever a network has and this one has not: the model, its modules, its weights."""
+        """Anything that only a real network has: the model, its modules, its weights."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise self.refusal()
@@ -125,25 +124,25 @@ class AbsentNetwork(Network):
 
 
 class UnknownFunction:
-    """In place of a function that picked the logits: a file says that there was one, and does not hold it."""
+    """Stands for a function that picked the logits: a file records that there was one, but does not hold it."""
 
-    def __call__(self, returned: Any) -> NoReturn:
+    def __call__(self, result: Any) -> NoReturn:
         raise AssertionError("an absent network does not run")
 
 
-def output_given(saved: Output, given: Output) -> Output:
-    """Where the logits are, from what a file says and what the user does."""
-    if isinstance(saved, UnknownFunction):
-        if given is None:
+def output_given(file_output: Output, output: Output) -> Output:
+    """Where the logits are, according to the file and the user."""
+    if isinstance(file_output, UnknownFunction):
+        if output is None:
             raise ArgumentError(
                 "The fit had output=, a function that picks the logits out of what the model returns, and files hold "
                 "no functions. Give it again: errbar.load(path, model, output=function), or "
                 "information.with_model(model, output=function)."
             )
-        return given
-    if given is not None and described_output(require_output(given)) != described_output(saved):
+        return output
+    if output is not None and described_output(require_output(output)) != described_output(file_output):
         raise MismatchError(
-            f"output is {described_output(require_output(given))}, and the file says {described_output(saved)}. Leave "
-            "output= out, or give what the fit had."
+            f"output is {described_output(require_output(output))}, and the file says {described_output(file_output)}. "
+            "Leave output= out, or give what the fit had."
         )
-    return saved
+    return file_output

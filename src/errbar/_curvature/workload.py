@@ -1,14 +1,14 @@
-"""The sizes that the cost of a fit depends on, and what all structures need beside their own arrays.
+"""The sizes on which the cost of a fit depends, and the costs that all structures share.
 
-That is rows of Jacobians, backward passes and Monte Carlo. What a structure costs by itself is `cost` in its own file.
+These are rows of Jacobians, backward passes and Monte Carlo. The cost of a structure itself is `cost` in its own file.
 
-Costs come from sizes alone: nothing is allocated. `errbar.plan` shows them, `structure="auto"` chooses by them, and a
-fit that would not fit is refused by them before anything large is made. `bench/memory.py` holds them against measured
+Costs follow from sizes alone: nothing is allocated. `errbar.plan` shows them, `structure="auto"` chooses by them, and a
+fit that exceeds the memory is refused before anything large is allocated. `bench/memory.py` compares them with measured
 peaks.
 
-Bytes are peaks above what was held before the fit, without the model and the data. Arrays that are large go back to the
+Bytes are peaks above what was allocated before the fit, without the model and the data. Large arrays go back to the
 system when they are freed; on a CPU, what the network and small products leave behind stays in the heap of the process,
-and is counted as measured. Multiplications count passes over memory too, at about what they cost beside a product.
+and is counted as measured. Multiplications include passes over memory, converted by their time relative to a product.
 
 Symbols: n parameters, M classes, B samples of a batch, d outputs and p inputs of a layer (bias included), T uses of it
 for one sample, k the rank of a sketch, K Monte Carlo draws; s and w are the bytes of a number in products and in the
@@ -23,10 +23,10 @@ from errbar._curvature.fisher import Fisher, comes_apart_by_class
 from errbar._derivative import layers, layerwise, route
 from errbar._distributions.sampling import BLOCK_BYTES
 
-# A product is added to a sum in float64: for each number as long as so many multiplications.
+# Adding a product to a sum in float64 takes, for each number, as long as so many multiplications.
 ADDED_PRODUCTS = 200
-# Bytes that a backward pass takes for each sample and seed, as a share of the bytes of all outputs of modules on its
-# way: measured on ResNet-20, on a CPU with what stays in the heap.
+# Bytes of a backward pass for each sample and seed, as a share of the bytes of all module outputs on its path: measured
+# on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
 # What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
 _KEPT_SHARE = {"cpu": 1.3, "cuda": 1.1}
@@ -57,7 +57,7 @@ class Workload:
     `modules` are the selected parameters of each module, `tensors` the sizes of all selected tensors, `terms` the
     layers that can be taken apart; `tail_bytes` are the outputs of all modules from the first selected one on, for
     one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
-    the tensors in neither a term nor a norm layer, whose Jacobians are made for each sample by itself.
+    the tensors in neither a term nor a norm layer, whose Jacobians are computed one sample at a time.
     """
 
     modules: tuple[tuple[str, int], ...]
@@ -189,18 +189,20 @@ def kept_bytes(work: Workload, samples: int) -> int:
 def by_layer_bytes(work: Workload, samples: int) -> int:
     """Bytes of derivatives layer by layer: the graph, h_t, V_t, the widest once more, and the rest's columns.
 
-    Where Jacobians of tensors are made for each sample by itself, the backward pass of those.
+    Or, where it is larger, the backward pass of tensors whose Jacobians are computed one sample at a time.
     """
     w, classes = work.network_itemsize, work.classes
-    own = max((t.uses * t.outputs for t in work.terms if not t.returns_logits), default=0)
-    outer = classes * (work.outer_size + 2 * max(own, work.widest) + work.rest)
-    made = samples * (2 * work.inner_size * work.itemsize + outer * w)
-    alone = row_bytes(work, samples, classes, work.alone) + backward_bytes(work, samples, classes) if work.alone else 0
-    return kept_bytes(work, samples) + max(made, alone)
+    widest_layer = max((t.uses * t.outputs for t in work.terms if not t.returns_logits), default=0)
+    outer = classes * (work.outer_size + 2 * max(widest_layer, work.widest) + work.rest)
+    layer_bytes = samples * (2 * work.inner_size * work.itemsize + outer * w)
+    alone_bytes = (
+        row_bytes(work, samples, classes, work.alone) + backward_bytes(work, samples, classes) if work.alone else 0
+    )
+    return kept_bytes(work, samples) + max(layer_bytes, alone_bytes)
 
 
 def explicit_bytes(work: Workload) -> int:
-    """Bytes of Jacobians in the making: of all layers, and twice those of the largest."""
+    """Bytes of Jacobians while they are computed: of all layers, and twice those of the largest."""
     samples = jacobian_samples(work)
     each = samples * work.classes * work.network_itemsize
     largest = max((term.size for term in work.terms), default=0)
