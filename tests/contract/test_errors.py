@@ -752,7 +752,7 @@ def test_condition_takes_information(posterior: errbar.Posterior) -> None:
         errbar.ArgumentError, match=r"Expected Information, as errbar.collect returns it, got Posterior"
     ):
         errbar.condition(posterior, Prior())  # type: ignore[arg-type]
-    with pytest.raises(errbar.MismatchError, match=r"other weights than the information is about"):
+    with pytest.raises(errbar.MismatchError, match=r"weights are not those of the information"):
         errbar.condition(posterior.information, Prior(), model=network(seed=9))
 
 

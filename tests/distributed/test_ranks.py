@@ -198,7 +198,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
         ("no_length", "DataError", "The data set Endless has no length"),
         ("other_posteriors", "MismatchError", "disagree about the number of samples in the posterior"),
         ("other_priors", "MismatchError", "disagree about the prior: rank 0 has 1.0, rank 1 has 2.0"),
-        ("forgetting_what_was_not_seen", "ForgetError", "Cannot forget 53 samples: the information is of 10 only."),
+        ("forgetting_what_was_not_seen", "ForgetError", "Cannot forget 53 samples: the information holds only 10."),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused_alike(

@@ -55,9 +55,9 @@ def collect(
     group: Any = None,
     progress: bool = False,
 ) -> Information:
-    """One pass over `data`: the information that they hold about the chosen parameters at the model's weights.
+    """One pass over `data`: their information about the selected parameters at the model's weights.
 
-    Labels are not needed; where batches have them, Σ ln f_y is summed as well, for `Posterior.log_evidence`.
+    Labels are not needed; if batches have them, Σ ln f_y is summed as well, for `Posterior.log_evidence`.
 
     Args:
         model: a trained classifier that returns logits; never modified.
@@ -68,19 +68,19 @@ def collect(
         fisher: "ggn", or "eta" for the paper's diagonal form.
         structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
             for whole networks. "auto" takes the first of dense, block, kron, lowrank, diag that fits into memory, with
-            a `StructureNotice` if that is not exact; "kron" gives one of layers that it takes as "diag" does.
-            `errbar.plan` says what each costs.
-        rank: of the sketch; for `structure="lowrank"` alone.
-        precision: "float64" for products in float64 although the model is not.
-        unpack: a function from a batch to (args, kwargs, labels), where a batch is none of the usual forms. What is
-            made of these data keeps it, and reads later batches with it unless given another.
-        output: where the logits are in what the model returns, if that is more: a position, a key, or a function of it.
-        checkpoint: a file that keeps what was done. The same call continues there after an interruption; it is kept
-            at the end, and a call with other data, weights or options refuses it. Each of
-            several ranks has a file of its own, with its number at the end of the name.
-        every: how many batches there are from one checkpoint to the next.
-        group: None for all ranks of an initialised torch.distributed job, which all have to make this call and get
-            the same result; False for this process alone; or a ProcessGroup. `_distributed.shards` says who reads what.
+            a `StructureNotice` if that is not exact; so does "kron" about layers that it treats as "diag" does.
+            `errbar.plan` shows the cost of each.
+        rank: of the sketch; only for `structure="lowrank"`.
+        precision: "float64" for products in float64 even if the model is not.
+        unpack: a function from a batch to (args, kwargs, labels), for batches of any other form. The result keeps it,
+            and reads later batches with it unless given another.
+        output: where the logits are if the model returns more than them: a position, a key, or a function of it.
+        checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
+            other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
+            file, with its number at the end of the name.
+        every: the number of batches from one checkpoint to the next.
+        group: None for all ranks of an initialised torch.distributed job, which must all make this call and get the
+            same result; False for this process alone; or a ProcessGroup. `_distributed.shards` says who reads what.
         progress: show progress with the time left.
     """
     request = Request(
@@ -103,8 +103,8 @@ def collect(
         information = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
         warnings.warn(
-            "The data hold no information at all: the model is so sure of every sample that Λ = diag f − f fᵀ is "
-            "exactly zero, and the posterior is the prior. Check that the model returns logits of a sensible size.",
+            "The data hold no information at all: the model is so certain of every sample that Λ = diag f − f fᵀ "
+            "is exactly zero, and the posterior is the prior. Check that the model returns logits of a sensible size.",
             UserWarning,
             stacklevel=2,
         )
@@ -113,7 +113,7 @@ def collect(
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a call of `collect` asks for, as the user put it."""
+    """The arguments of a call of `collect`, as the user gave them."""
 
     model: nn.Module
     last_layers: int | None
@@ -128,7 +128,7 @@ class Request:
     every: int
 
     def checked(self, rank: int = 0, ranks: int = 1) -> tuple[str | None, Network]:
-        """The checkpoint of this one of `ranks` ranks and the network, after all that can be refused without data."""
+        """The checkpoint file of this rank and the network, after all checks that need no data."""
         require_one_question(self.last_layers, self.parameters)
         file = None
         if self.checkpoint is not None:
@@ -141,7 +141,7 @@ class Request:
         return file, Network(self.model, self.output)
 
     def task(self, network: Network, first: Batch, size: int) -> tuple[Task, Batch]:
-        """What the first batch decides, all but the route, and that batch prepared; batches will be of `size`."""
+        """The task without its route, and the first batch prepared; batches are expected to have `size`."""
         with plain_execution(network.device):
             batch = network.prepare(first, Checks(network.device))
             inspection = inspect(network, batch)
@@ -165,7 +165,7 @@ class Request:
             return task, batch
 
     def routed(self, task: Task, batch: Batch) -> Task:
-        """The task with the way to differentiate, by the first batch."""
+        """The task with its route, which the first batch decides."""
         structure = structure_called(task.structure)
         with plain_execution(task.network.device):
             route = structure.route(task.network, task.selection, batch)
@@ -186,15 +186,15 @@ def _collect_alone(request: Request, data: Any, *, progress: bool) -> Informatio
 def _accumulate_in_parts(
     task: Task, stream: Iterator[Batch], path: str, every: int, *, may_be_empty: bool = False
 ) -> Information:
-    """The information of a stream, stored after every so many batches, from where a checkpoint left off."""
+    """The information of a stream, stored after `every` batches, continued from a checkpoint if there is one."""
     from errbar._files.checkpoint import CountedStream, resume, store
 
-    counted = CountedStream(stream)
-    total = resume(path, task, counted)
-    while not counted.at_end:
-        more = accumulate(task, counted.part(every))
-        total = more if total is None else total + more
-        store(path, total, counted)
+    counted_stream = CountedStream(stream)
+    total = resume(path, task, counted_stream)
+    while not counted_stream.at_end:
+        part = accumulate(task, counted_stream.part(every))
+        total = part if total is None else total + part
+        store(path, total, counted_stream)
     return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
 
 
@@ -205,26 +205,26 @@ def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) ->
     first = next(stream, None)
     example = first_batch_of(first, team)
     task, batch = team.together(lambda: request.task(network, example.batch, example.size))
-    # What fits on every rank is what fits on the one with the least memory.
+    # The rank with the least memory decides for all.
     structure = max(team.exchange(task.structure), key=structure_names().index)
-    routed = team.together(lambda: request.routed(replace(task, structure=structure), batch))
-    team.require_same(routed.facts())
+    complete_task = team.together(lambda: request.routed(replace(task, structure=structure), batch))
+    team.require_same(complete_task.facts())
     whole = stream if first is None else chain([first], stream)
     if file is None:
-        return accumulate_over(team, routed, whole)
-    parts = partial(_accumulate_in_parts, routed, whole, file, request.every, may_be_empty=True)
+        return accumulate_over(team, complete_task, whole)
+    parts = partial(_accumulate_in_parts, complete_task, whole, file, request.every, may_be_empty=True)
     return _summed_over(team, team.together(parts))
 
 
-def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], keep: Rows | None = None) -> Information:
+def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], rows: Rows | None = None) -> Information:
     """The information of what all ranks of a team read, the same on each of them. A collective call."""
     if team.is_alone:
-        return accumulate(task, stream, keep)
-    return _summed_over(team, team.together(lambda: accumulate(task, stream, keep, may_be_empty=True)))
+        return accumulate(task, stream, rows)
+    return _summed_over(team, team.together(lambda: accumulate(task, stream, rows, may_be_empty=True)))
 
 
 def _summed_over(team: Team, own: Information) -> Information:
-    """The sum of what each rank of a team made of its part."""
+    """The sum of the information of all ranks of a team."""
     parts = team.exchange((own.n_samples, own.log_likelihood))
     counts = [count for count, _ in parts]
     likelihoods = [likelihood for count, likelihood in parts if count > 0]
@@ -241,20 +241,20 @@ def _summed_over(team: Team, own: Information) -> Information:
 def accumulate(
     task: Task,
     stream: Iterator[Batch],
-    keep: Rows | None = None,
+    rows: Rows | None = None,
     *,
     may_be_empty: bool = False,
 ) -> Information:
-    """The information of a stream of batches; with `keep`, the rows U_nᵀ of all samples are appended there."""
+    """The information of a stream of batches; with `rows`, the rows U_nᵀ of all samples are appended there."""
     structure, network = structure_called(task.structure), task.network
     require_fits(task, structure)
     checks = Checks(network.device)
     count = 0
     likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
     with plain_execution(network.device):
-        total = structure.accumulator(task, keep)
+        accumulator = structure.accumulator(task, rows)
         for batch in stream:
-            logits = total.add_batch(network.prepare(batch, checks))
+            logits = accumulator.add_batch(network.prepare(batch, checks))
             require_finite_logits(logits, checks)
             if likelihood is not None and batch.labels is not None:
                 likelihood = likelihood + _label_likelihood(logits, batch.labels, checks)
@@ -264,10 +264,10 @@ def accumulate(
         if count == 0 and not may_be_empty:
             raise DataError("The data are empty: expected at least one batch.")
         checks.finish()
-        summed = total.finish()
+        total = accumulator.finish()
     return Information(
         task=task,
-        total=summed,
+        total=total,
         n_samples=count,
         log_likelihood=None if likelihood is None else float(likelihood),
     )

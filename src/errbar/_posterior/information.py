@@ -1,4 +1,4 @@
-"""`Information`: what data said about the parameters, without a prior. It adds up.
+"""`Information`: what data say about the parameters, without a prior. It adds up.
 
 Information of batches, ranks, sites and days is the same `+`; forgetting is `−`; discounting is `* 0.9`.
 """
@@ -25,9 +25,9 @@ from errbar.errors import ArgumentError, ForgetError, MismatchError
 
 @dataclass(frozen=True, eq=False)
 class Information:
-    """What the data said about the parameters, without a prior: Σ_n J_nᵀ Λ_n J_n and how many samples it sums.
+    """What the data say about the parameters, without a prior: Σ_n J_nᵀ Λ_n J_n and the number of samples in it.
 
-    `log_likelihood` is Σ ln f_y(x; θ̂) where the data had labels, and None where they had not.
+    `log_likelihood` is Σ ln f_y(x; θ̂), or None if the data had no labels.
     """
 
     task: Task
@@ -92,11 +92,11 @@ class Information:
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __sub__(self, other: Information) -> Information:
-        """Forget: refuses more samples than were seen, and what leaves less than no information."""
+        """Forget: refuses more samples than were seen, and data whose removal leaves negative information."""
         self._require_same_kind(other)
         if other.n_samples > self.n_samples * (1 + 1e-12):
             raise ForgetError(
-                f"Cannot forget {other.n_samples:g} samples: the information is of {self.n_samples:g} only."
+                f"Cannot forget {other.n_samples:g} samples: the information holds only {self.n_samples:g}."
             )
         task = self._task_of_both(other)
         total = self.total - other.total
@@ -109,7 +109,7 @@ class Information:
             self,
             task=task,
             total=total,
-            # Discounts round, and what rounding leaves of nothing is nothing.
+            # Discounts round, so a count of zero may come out slightly negative.
             n_samples=max(self.n_samples - other.n_samples, 0),
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, -1),
         )
@@ -135,9 +135,9 @@ class Information:
         return replace(self, task=self.task.on(network), total=self.total.to(device))
 
     def with_model(self, model: nn.Module, *, unpack: Unpack | None = None, output: Output = None) -> Information:
-        """The same information with the model that it is about; for information that came from a file.
+        """The same information with its model; for information from a file.
 
-        `unpack` and `output` as in `collect`: files hold no functions, so a fit that had one has to be given it again.
+        `unpack` and `output` as in `collect`: files hold no functions, so these must be given again.
         Without `unpack`, batches are read as if the fit had had none.
         """
         bound = self.about(Network(model, output_given(self.network.output, output)))
@@ -147,7 +147,7 @@ class Information:
         """The same information about the same weights in `network`; `MismatchError` for other weights."""
         if not network.same_weights(self.network):
             raise MismatchError(
-                "The model has other weights than the information is about: their fingerprints (SHA-256) are "
+                "The model's weights are not those of the information: their fingerprints (SHA-256) are "
                 f"{network.fingerprint[:12]}… and {self.network.fingerprint[:12]}…. Give the model of the fit, with "
                 "the weights and the dtype that it had."
             )
@@ -156,22 +156,22 @@ class Information:
     def save(self, path: str | os.PathLike[str], *, classes: Sequence[str] | None = None) -> None:
         """Write a safetensors file for `errbar.merge`: no prior, no data, no code; `classes` are names for people.
 
-        The file is replaced as a whole: on a full disk, or if the process is killed, the one before is unharmed.
+        The file is replaced as a whole: if the disk is full or the process is killed, the previous file stays intact.
         """
         from errbar._files.save import save_information
 
         save_information(self, path, classes)
 
     def _task_of_both(self, other: Information) -> Task:
-        """The task of what two operands make: with the products of the rougher one, and with a model if one has it."""
+        """The task of a sum or difference: with the products of the coarser operand, and a model if one has it."""
         with_model = self.task if self.network.has_model else other.task
-        made = with_model
+        result = with_model
         if self.dtype != other.dtype:
-            rough = min(self.task, other.task, key=lambda task: task.dtype.itemsize)
-            lacking = with_model.network.has_model and not rough.network.has_model
-            made = rough.on(with_model.network) if lacking else rough
-        reading = self.task if self.task.batch_form is not None else other.task
-        return replace(made, unpack=self.task.unpack or other.task.unpack, batch_form=reading.batch_form)
+            coarser = min(self.task, other.task, key=lambda task: task.dtype.itemsize)
+            lacks_model = with_model.network.has_model and not coarser.network.has_model
+            result = coarser.on(with_model.network) if lacks_model else coarser
+        form_task = self.task if self.task.batch_form is not None else other.task
+        return replace(result, unpack=self.task.unpack or other.task.unpack, batch_form=form_task.batch_form)
 
     def _require_same_kind(self, other: object) -> None:
         if not isinstance(other, Information):

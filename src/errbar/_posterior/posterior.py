@@ -1,4 +1,4 @@
-"""`Posterior`: N(θ̂, P) over the chosen parameters, and what it says about the logits of an input."""
+"""`Posterior`: N(θ̂, P) over the selected parameters, and what it says about the logits of an input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
-# Rounding of the information by so much of the prior is announced.
+# Rounding of the information above this share of the prior gives a warning.
 _NOTICEABLE_ROUNDING = 0.02
 
 
@@ -80,8 +80,8 @@ class Posterior:
     def unrounded_logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
 
-        The common shift of the logits can have a variance that is orders of magnitude above that of the contrasts;
-        what is sampled is therefore taken before the covariance is rounded to the dtype of results.
+        The variance of the common shift of the logits can be orders of magnitude above that of the contrasts, so
+        samples are drawn before the covariance is rounded to the dtype of results.
         """
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
@@ -96,8 +96,8 @@ class Posterior:
     def joint_logits(self, frames: Any, *, unpack: Unpack | None = None) -> JointLogits:
         """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion).
 
-        `frames` are one batch; `unpack` as in `predict`. The mean is in the dtype of results; the covariance is float64
-        always, and so is all that it is made of after the network itself.
+        `frames` are one batch; `unpack` as in `predict`. The mean is in the dtype of results; the covariance, and
+        everything after the network itself that it is computed from, is always float64.
         """
         task = self.information.task
         with plain_execution(task.network.device):
@@ -114,14 +114,14 @@ class Posterior:
 
         Args:
             x: one batch: a tensor, a mapping, or a list or tuple (x, …), of which labels are ignored. Or a DataLoader,
-                a Dataset or an iterator of batches, whose inputs are put one after the other; what is made of all of
-                them is held, not they themselves.
+                a Dataset or an iterator of batches, whose inputs follow one another; their logits are held in memory,
+                the inputs are not.
             samples: Monte Carlo draws.
             seed: of those draws.
             draws: as in `LogitGaussian.predict`.
-            unpack: a function from a batch to (args, kwargs, labels), which are ignored. Unless given, that of the fit
-                reads batches like those of the fit, and lists and tuples always, from which the labels at the end may
-                be missing. A tensor or a mapping that it cannot take is what the model itself takes.
+            unpack: a function from a batch to (args, kwargs, labels), whose labels are ignored. Unless given, that of
+                the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
+                end. A tensor or a mapping of another form goes to the model as it is.
         """
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
 
@@ -142,8 +142,8 @@ class Posterior:
         network = self.information.network
         network.require_unchanged()
         values = self.information.selection.values(network.module)
-        drawn = self.information.selection.unflatten(self._drawn_vectors(samples, seed, scale=1.0))
-        return {name: drawn[name].to(value.dtype) for name, value in values.items()}
+        draws = self.information.selection.unflatten(self._drawn_vectors(samples, seed, scale=1.0))
+        return {name: draws[name].to(value.dtype) for name, value in values.items()}
 
     def _drawn_vectors(self, samples: int, seed: int, *, scale: float) -> Float[Tensor, "K n"]:
         center = self.information.selection.flatten(self.information.network.module)
@@ -155,7 +155,7 @@ class Posterior:
     ) -> Prediction:
         """The expensive alternative: θ⁽ᵏ⁾ ~ N(θ̂, T_c P), f⁽ᵏ⁾ = softmax(g(x; θ⁽ᵏ⁾)/T) by the whole network (eq:genMC).
 
-        The reference that the delta method is compared with: nothing is linearised here. `x` is one batch; `unpack` as
+        The reference for the delta method: nothing is linearised here. `x` is one batch; `unpack` as
         in `predict`.
         """
         network, selection = self.information.network, self.information.selection
@@ -166,14 +166,14 @@ class Posterior:
             checks = Checks(network.device)
             batch = network.prepare(input_batch(x, unpack or self.unpack), checks)
             network.logits(batch)  # an input that the model cannot take is reported by this call
-            drawn = []
+            draws = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
                 logits = network.logits(batch, {name: v[0].to(dtypes[name]) for name, v in values.items()})
                 require_finite_logits(logits, checks)
-                drawn.append(logits.to(network.dtype) / self.temperature)
+                draws.append(logits.to(network.dtype) / self.temperature)
             checks.finish()
-        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(drawn, 2))))
+        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(draws, 2))))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
@@ -183,8 +183,8 @@ class Posterior:
         """
         team = team_of(group)
         self.require_ready(team)
-        few, stream = self._few(opened(data, unpack or self.unpack, team), team)
-        rows: list[Tensor] | None = [] if few else None
+        is_short, stream = self._few(opened(data, unpack or self.unpack, team), team)
+        rows: list[Tensor] | None = [] if is_short else None
         information = self.information + accumulate_over(team, self.information.task, stream, rows)
         if rows is None:
             return self._with_information(information)
@@ -193,14 +193,14 @@ class Posterior:
     def forget(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior without some of its data, equal to a fit on the others.
 
-        This is not unlearning: θ̂ was estimated with these data and does not move; only their information is taken
-        out of the covariance. Always in information form, because the check that the data had been seen (no
-        negative eigenvalue may remain) costs as much as the factorisation. `unpack` and `group` as in `update`.
+        This is not unlearning: θ̂ was estimated with these data and does not move; only their information is removed
+        from the covariance. Always refactorises, because the check that the data had been seen (no negative eigenvalue
+        may remain) costs as much. `unpack` and `group` as in `update`.
         """
         team = team_of(group)
         self.require_ready(team)
-        gone = accumulate_over(team, self.information.task, opened(data, unpack or self.unpack, team))
-        return self._with_information(self.information - gone)
+        part = accumulate_over(team, self.information.task, opened(data, unpack or self.unpack, team))
+        return self._with_information(self.information - part)
 
     def require_ready(self, team: Team) -> None:
         """Refuse changed weights, and ranks of a team whose posteriors are not the same."""
@@ -210,20 +210,20 @@ class Posterior:
             team.require_same(facts | {"number of samples in the posterior": str(self.information.n_samples)})
 
     def _few(self, stream: Iterator[Batch], team: Team) -> tuple[bool, Iterator[Batch]]:
-        """Whether the stream is so short that the recursion is cheaper than to refactorise; and the stream, unread."""
-        held: list[Batch] = []
+        """Whether the stream is so short that the recursion is cheaper than a factorisation; and the stream itself."""
+        batches: list[Batch] = []
         count = 0
         while team.is_alone and self.factor.can_recurse(count):
             batch = next(stream, None)
             if batch is None:
-                return bool(held), iter(held)
-            held.append(batch)
+                return bool(batches), iter(batches)
+            batches.append(batch)
             count += len(batch) * self.information.n_classes
-        return False, chain(held, stream)
+        return False, chain(batches, stream)
 
     def _with_information(self, information: Information) -> Posterior:
-        made = condition(information, self.prior)
-        return replace(made, temperature=self.temperature, covariance_scale=self.covariance_scale)
+        posterior = condition(information, self.prior)
+        return replace(posterior, temperature=self.temperature, covariance_scale=self.covariance_scale)
 
     def log_evidence(self) -> float:
         """ln p(T) ≈ L_N(θ̂) + ln N(θ̂; 0, P_0) + (n/2) ln 2π + ½ ln det P, the Laplace approximation.
@@ -243,8 +243,8 @@ class Posterior:
 
     def with_prior(self, prior: Prior) -> Posterior:
         """The same information, T and T_c with another prior; no pass over data."""
-        made = condition(self.information, prior)
-        return replace(made, temperature=self.temperature, covariance_scale=self.covariance_scale)
+        posterior = condition(self.information, prior)
+        return replace(posterior, temperature=self.temperature, covariance_scale=self.covariance_scale)
 
     def with_calibration(self, *, temperature: float | None = None, covariance_scale: float | None = None) -> Posterior:
         """The same posterior with T or T_c replaced. T_c = 0 is plain temperature scaling."""
@@ -253,16 +253,18 @@ class Posterior:
         return replace(self, temperature=T, covariance_scale=scale)
 
     def to(self, device: torch.device | str) -> Posterior:
-        """The same posterior on `device`: with the user's model if it is there already, else with a copy of it."""
+        """The same posterior on `device`: with the user's model if that is there already, otherwise with a copy."""
         target = torch.empty(0, device=device).device
         network = self.information.network
-        at_home = next(network.module.parameters()).device == target
-        moved = Network(network.model if at_home else copy.deepcopy(network.module).to(target), network.output)
-        if not moved.same_weights(network):
+        is_there = next(network.module.parameters()).device == target
+        target_network = Network(
+            network.model if is_there else copy.deepcopy(network.module).to(target), network.output
+        )
+        if not target_network.same_weights(network):
             raise WeightsChangedError(
                 "The model's weights changed since the fit, so the posterior cannot follow it. Fit again."
             )
-        information = self.information.to(target, moved)
+        information = self.information.to(target, target_network)
         return replace(self, information=information, factor=self.factor.to(target))
 
     def export(
@@ -306,7 +308,7 @@ class Posterior:
             names,
         )
         batch = self._prepared(example)[1]
-        # The batch size is free in the file, so it has to be right about one row as well as about several.
+        # The batch size is free in the file, so the file must be right for one row as well as for several.
         parts = [batch, batch.rows(0, 1)] if len(batch) > 1 else [batch]
         examples = [WorkedExample.of(part, self.unrounded_logits(part), request) for part in parts]
         write_export(path, self.information.task, self.factor, examples, request)
@@ -321,8 +323,8 @@ class Posterior:
         """Write a safetensors file for `errbar.load`: information, prior, T and T_c; no data, no code.
 
         With `factors` the factorisation goes into the file too, which makes it about three times as large for the
-        exact structure and loading instant. `classes` are names for people. The file is replaced as a whole: on a
-        full disk, or if the process is killed, the one before is unharmed.
+        exact structure and loading instant. `classes` are names for people. The file is replaced as a whole: if the
+        disk is full or the process is killed, the previous file stays intact.
         """
         from errbar._files.save import save_posterior
 
@@ -336,7 +338,7 @@ def _restored(information: Information, prior: Prior, temperature: float, covari
 def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:
     """Information and a prior make a posterior; no pass over data.
 
-    `model` is only for information that came from a file, which does not hold one.
+    `model` is only for information from a file, which holds no model.
     """
     if not isinstance(information, Information):
         raise ArgumentError(f"Expected Information, as errbar.collect returns it, got {type(information).__name__}.")
@@ -347,7 +349,7 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
     elif not information.task.network.has_model:
         raise ArgumentError(
             "This information came from a file, and files hold no model; expected condition(information, prior, "
-            "model=model) with the model that it is about."
+            "model=model) with the model of the fit."
         )
     task = information.task
     precision = prior.diagonal(task.selection).to(task.network.device)

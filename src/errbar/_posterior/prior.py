@@ -92,11 +92,11 @@ class Prior:
         return diagonal
 
 
-def _positive(value: object, of: str) -> float:
+def _positive(value: object, suffix: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not (math.isfinite(number) and number > 0):
-        raise ArgumentError(f"The prior precision{of} is {value!r}; expected a positive finite number.")
+        raise ArgumentError(f"The prior precision{suffix} is {value!r}; expected a positive finite number.")
     return number
