@@ -175,7 +175,7 @@ def half(tmp_path: Path) -> Path:
 )
 def test_a_checkpoint_of_other_options_is_refused(options: dict[str, Any], message: str, half: Path) -> None:
     before = half.read_bytes()
-    with pytest.raises(errbar.MismatchError, match=f"{message}.* delete the file to start anew"):
+    with pytest.raises(errbar.MismatchError, match=f"{message}.* delete the file to start again"):
         errbar.collect(network(), stream(), checkpoint=half, **options)
     assert half.read_bytes() == before
 
@@ -200,9 +200,9 @@ def test_a_checkpoint_of_other_weights_is_refused(half: Path) -> None:
 
 def test_a_checkpoint_of_other_data_is_refused(half: Path) -> None:
     for data in (stream(seed=2), stream(labels=False), reversed(list(stream()))):
-        with pytest.raises(errbar.MismatchError, match=r"is of other data: its 6 batches .* in the same order"):
+        with pytest.raises(errbar.MismatchError, match=r"holds other data: its 6 batches .* in the same order"):
             errbar.collect(network(), data, last_layers=2, checkpoint=half)
-    with pytest.raises(errbar.MismatchError, match=r"is of 6 batches, and the data end after 4"):
+    with pytest.raises(errbar.MismatchError, match=r"holds 6 batches, and the data end after 4"):
         errbar.collect(network(), stream(count=4), last_layers=2, checkpoint=half)
 
 

@@ -57,7 +57,7 @@ def test_a_killed_job_continues_and_ends_as_one_that_was_not(
     for values in found:
         kind, sentence = values["refused"]
         assert kind == "MismatchError"
-        assert "checkpoint.rank-0-of-2 is of a fit by 2 ranks, and this one is by 3" in sentence
+        assert "checkpoint.rank-0-of-2 is from a fit by 2 ranks, and this one is by 3" in sentence
     with pytest.raises(errbar.MismatchError, match=r"by 2 ranks, and this one is by 1\. Expected as many .* delete"):
         checkpoint_worker.collected(cut / "checkpoint", structure, checkpoint_worker.Killing(None))
     assert positions(cut) == before
@@ -66,7 +66,7 @@ def test_a_killed_job_continues_and_ends_as_one_that_was_not(
     for values in continued:
         kind, sentence, _ = values["backwards"]
         assert kind == "MismatchError"
-        assert "is of other data" in sentence
+        assert "holds other data" in sentence
     assert positions(cut) == positions(whole) == {f"checkpoint.rank-{rank}-of-2": 7 for rank in range(2)}
     for values in (*continued, *uninterrupted):
         assert torch.equal(values["matrix"], uninterrupted[0]["matrix"])
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_one_process_is_not_continued_by_several(tmp_path: Path)
     for values in ranks(2, tmp_path, "diag")[1]:
         kind, sentence = values["refused"]
         assert kind == "MismatchError"
-        assert "checkpoint is of a fit by 1 rank, and this one is by 2" in sentence
+        assert "checkpoint is from a fit by 1 rank, and this one is by 2" in sentence
     assert (tmp_path / "checkpoint").read_bytes() == before
     assert positions(tmp_path) == {"checkpoint": 14}
 

@@ -507,7 +507,7 @@ def test_information_of_different_outputs_does_not_add_up(tmp_path: Path) -> Non
         errbar.merge(paths)
     checkpoint = tmp_path / "fit.safetensors"
     errbar.collect(Returning("dict"), [batch], last_layers=1, output="main", checkpoint=checkpoint)
-    with pytest.raises(errbar.MismatchError, match=r"of a fit with other output"):
+    with pytest.raises(errbar.MismatchError, match=r"from a fit with other output"):
         errbar.collect(Returning("dict"), [batch], last_layers=1, output=1, checkpoint=checkpoint)
 
 

@@ -1,13 +1,13 @@
 """Checkpoints of a fit: the information of the batches so far, and a digest of these batches.
 
-The pass over the data is cut into parts of `every` batches. The information of each part is finished, added to the
-total, and the total replaces the file. A fit that continues reads the same data again up to its position, compares
-their digest, and goes on with the same additions in the same order: on the same machine its result is that of an
-uninterrupted fit with the same `every` to the last bit, wherever it was killed. Against a fit without checkpoints,
-sums are only grouped differently, which is rounding (and for `lowrank` one more compression a part, within its bound).
+The pass over the data is divided into parts of `every` batches. The information of each part is added to the total, and
+the total replaces the file. A fit that continues reads the same data again up to its position, compares their digest,
+and goes on with the same additions in the same order: on the same machine its result equals that of an uninterrupted
+fit with the same `every` to the last bit, wherever it was killed. Compared with a fit without checkpoints, sums are
+only grouped differently, which is rounding (and for `lowrank` one more compression per part, within its bound).
 
-Each of several ranks has a file of its own, `path.rank-R-of-S`, of its own part of the data: they need not have come
-equally far when they were interrupted, and only as many ranks as before can continue.
+Each of several ranks has its own file, `path.rank-R-of-S`, for its own part of the data: they need not have come
+equally far when they were interrupted, and the fit must continue with the same number of ranks.
 
 The digest of k batches is SHA-256(digest of k−1 batches, SHA-256 of batch k): it can be continued from a file.
 """
@@ -35,7 +35,7 @@ _START = "0" * 64
 
 
 class CountedStream:
-    """A stream of batches of which it is known how many were taken, and which."""
+    """A stream of batches that counts and digests those taken from it."""
 
     def __init__(self, stream: Iterator[Batch]) -> None:
         self._stream = stream
@@ -56,7 +56,7 @@ class CountedStream:
             self.digest = hashlib.sha256((self.digest + batch_digest(batch)).encode()).hexdigest()
             self.batches += 1
             yield batch
-            # Only now, so that no more than one batch is held.
+            # Only now, so that no more than one batch is in memory.
             self._ahead = next(self._stream, None)
 
     def skip(self, path: Path, batches: int, digest: str) -> None:
@@ -65,19 +65,19 @@ class CountedStream:
             pass
         if self.batches < batches:
             raise MismatchError(
-                f"The checkpoint {os.fspath(path)} is of {batches} batches, and the data end after {self.batches}. "
-                "Expected the data of the interrupted fit, in the same order; delete the file to start anew."
+                f"The checkpoint {os.fspath(path)} holds {batches} batches, and the data end after {self.batches}. "
+                "Expected the data of the interrupted fit, in the same order; delete the file to start again."
             )
         if self.digest != digest:
             raise MismatchError(
-                f"The checkpoint {os.fspath(path)} is of other data: its {batches} batches are not the first of these. "
+                f"The checkpoint {os.fspath(path)} holds other data: its {batches} batches are not the first of these. "
                 "Expected the data of the interrupted fit in the same order (shuffle=False, or the same seed), with "
-                "the same batch size; delete the file to start anew."
+                "the same batch size; delete the file to start again."
             )
 
 
 def require_checkpoint(path: Path, every: object, *, rank: int, ranks: int) -> str:
-    """The file of this one of `ranks` ranks; refuses a path that could not be written to, and other mistakes early."""
+    """The file of this rank; refuses a path that cannot be written to, and other mistakes, early."""
     number = whole_number(every)
     if number is None or number < 1:
         raise ArgumentError(f"every is {every!r}; expected a whole number of batches of one or more.")
@@ -88,19 +88,19 @@ def require_checkpoint(path: Path, every: object, *, rank: int, ranks: int) -> s
 
 
 def _require_as_many_ranks(name: str, ranks: int) -> None:
-    """Refuse to start anew beside the checkpoint of another number of ranks, whose parts of the data were others."""
+    """Refuse to start beside the checkpoint of another number of ranks, which divided the data differently."""
     folder, base = os.path.split(name)
     pattern = re.compile(re.escape(base) + r"\.rank-\d+-of-(\d+)")
     matches = (pattern.fullmatch(entry) for entry in sorted(os.listdir(folder or os.curdir)))
-    found = {match[0]: int(match[1]) for match in matches if match is not None}
+    ranks_by_file = {match[0]: int(match[1]) for match in matches if match is not None}
     if ranks > 1 and _is_checkpoint(name):
-        found[base] = 1
-    for file, number in found.items():
+        ranks_by_file[base] = 1
+    for file, number in ranks_by_file.items():
         if number != ranks:
             raise MismatchError(
-                f"{os.path.join(folder, file)} is of a fit by {number} rank{'s'[: number > 1]}, and this one is by "
-                f"{ranks}. Expected as many as the interrupted fit had, because each continues with a part of the data "
-                "of its own; delete the files of that checkpoint to start anew."
+                f"{os.path.join(folder, file)} is from a fit by {number} rank{'s'[: number > 1]}, and this one is by "
+                f"{ranks}. Expected as many as the interrupted fit had, because each continues with its own part of "
+                "the data; delete the files of that checkpoint to start again."
             )
 
 
@@ -111,14 +111,14 @@ def _is_checkpoint(name: str) -> bool:
         return False
 
 
-def store(path: Path, information: Information, seen: CountedStream) -> None:
+def store(path: Path, information: Information, stream: CountedStream) -> None:
     description, tensors = information_record(information, None)
-    position = {"batches": seen.batches, "digest": seen.digest}
+    position = {"batches": stream.batches, "digest": stream.digest}
     write(path, "checkpoint", description | {"position": position}, tensors)
 
 
-def resume(path: Path, task: Task, seen: CountedStream) -> Information | None:
-    """What a checkpoint holds, with `seen` moved to where it was written; None where there is no file yet.
+def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
+    """The information in a checkpoint, with `stream` moved to its position; None if there is no file yet.
 
     A checkpoint of another model, of other options or of other data is refused.
     """
@@ -130,28 +130,28 @@ def resume(path: Path, task: Task, seen: CountedStream) -> Information | None:
             f"{contents.path} holds a saved {contents.kind}, not a checkpoint, and is not overwritten. Choose another "
             "name for the checkpoint."
         )
-    saved, _ = read_information(contents)
-    for what, now, then in (
-        ("weights of the model", task.network.fingerprint, saved.task.network.fingerprint),
-        ("parameters", task.selection, saved.task.selection),
-        ("fisher", task.fisher, saved.task.fisher),
-        ("structure", task.structure, saved.task.structure),
-        ("precision", task.precision, saved.task.precision),
-        ("number of classes", task.n_classes, saved.task.n_classes),
-        ("output", described_output(task.network.output), described_output(saved.task.network.output)),
-        ("rank", task.rank, saved.task.rank),
-        ("layers", route_description(task.route), route_description(saved.task.route)),
+    checkpoint, _ = read_information(contents)
+    for name, current, previous in (
+        ("weights of the model", task.network.fingerprint, checkpoint.task.network.fingerprint),
+        ("parameters", task.selection, checkpoint.task.selection),
+        ("fisher", task.fisher, checkpoint.task.fisher),
+        ("structure", task.structure, checkpoint.task.structure),
+        ("precision", task.precision, checkpoint.task.precision),
+        ("number of classes", task.n_classes, checkpoint.task.n_classes),
+        ("output", described_output(task.network.output), described_output(checkpoint.task.network.output)),
+        ("rank", task.rank, checkpoint.task.rank),
+        ("layers", route_description(task.route), route_description(checkpoint.task.route)),
     ):
-        if now != then:
+        if current != previous:
             raise MismatchError(
-                f"The checkpoint {contents.path} is of a fit with other {what}. Expected the model and the options of "
-                "the interrupted fit; delete the file to start anew."
+                f"The checkpoint {contents.path} is from a fit with other {name}. Expected the model and the options "
+                "of the interrupted fit; delete the file to start again."
             )
     position = contents.description.part("position")
-    seen.skip(path, position.whole("batches", 1), position.digest("digest"))
-    return Information(task, saved.total.to(task.network.device), saved.n_samples, saved.log_likelihood)
+    stream.skip(path, position.whole("batches", 1), position.digest("digest"))
+    return Information(task, checkpoint.total.to(task.network.device), checkpoint.n_samples, checkpoint.log_likelihood)
 
 
 def batch_digest(batch: Batch) -> str:
-    """SHA-256 of what the model is called with, and of the labels."""
+    """SHA-256 of the model's arguments and the labels."""
     return digest_of((*batch.args, "keywords", batch.kwargs, "labels", batch.labels))

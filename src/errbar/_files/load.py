@@ -1,7 +1,7 @@
-"""Files back to posteriors and information: `load`, `merge`, `info` and `verify`. Saving is a method of the values.
+"""Posteriors and information from files: `load`, `merge`, `info` and `verify`. Saving is a method of the values.
 
-What a file is about is compared with the model given, by fingerprint (SHA-256 of all weights), parameters, layers and
-classes. The code of the model is not compared: files know weights and modules, not what happens between them.
+A file is compared with the model by fingerprint (SHA-256 of all weights), parameters, layers and classes. The code of
+the model is not compared: files know weights and modules, not what happens between them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ KINDS = ("posterior", "information", "checkpoint")
 class FileDescription:
     """What a file says about itself: `errbar.info` reads it, `errbar.verify` reads and checks everything.
 
-    `precision` is the prior's, None for files without one; `batches` counts those that a checkpoint has seen. `output`
-    says where the logits are in what the model returns, None if they are all of it, `unpack` whether the fit had one.
+    `precision` is the prior's, None for files without one; `batches` counts those in a checkpoint. `output` says where
+    the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one.
     """
 
     path: str
@@ -92,14 +92,14 @@ def load(
 
 
 def merge(paths: Iterable[Path]) -> Information:
-    """The information of several files about the same weights, added up in the order given; priors count not at all.
+    """The information of several files about the same weights, added up in the order given; priors are ignored.
 
     Files of posteriors and of information can be mixed. The result has no model: give one with
     `condition(information, prior, model=model)` or `information.with_model(model)`.
     """
     if isinstance(paths, (str, os.PathLike)):
         raise ArgumentError(f"paths is {os.fspath(paths)!r}; expected a list of paths, for example [path].")
-    found: list[Information] = []
+    parts: list[Information] = []
     digests: dict[str, str] = {}
     names: tuple[str, ...] | None = None
     for path in paths:
@@ -120,23 +120,23 @@ def merge(paths: Iterable[Path]) -> Information:
         digests[digest] = contents.path
         information, classes = read_information(contents)
         if names is not None and classes is not None and names != classes:
-            raise MismatchError(f"{contents.path} names other classes than the files before it: they do not match.")
+            raise MismatchError(f"{contents.path} names other classes than the files before it: these must match.")
         names = names or classes
-        if found:
-            found[0].task.require_same_kind(information.task)
-        found.append(information)
-    if not found:
+        if parts:
+            parts[0].task.require_same_kind(information.task)
+        parts.append(information)
+    if not parts:
         raise ArgumentError("paths is empty; expected at least one file.")
-    return reduce(add, found)
+    return reduce(add, parts)
 
 
 def info(path: Path) -> FileDescription:
-    """What a file says about itself. Only its header is read; whether the rest is whole, `verify` tells."""
+    """What a file says about itself. Only its header is read; `verify` checks the rest."""
     return _description(_read(path, header_only=True))
 
 
 def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
-    """Read and check all of a file, and with `model` that it is about these weights; raises unless all is well."""
+    """Read and check all of a file, and with `model` that it belongs to these weights; raises an error otherwise."""
     contents = _read(path)
     description = _description(contents)
     information, _ = read_information(contents)
@@ -155,9 +155,9 @@ def _read(path: Path, *, header_only: bool = False) -> Contents:
 
 
 def _digest_of_sums(contents: Contents) -> str | None:
-    """The same for all files of the same sums, whatever prior, temperature or factors they have beside them.
+    """The same for all files of the same sums, whatever their prior, temperature or factors.
 
-    None where all sums are zero: a network that is sure of everything has no information, whatever the data are.
+    None if all sums are zero: a network that is certain of everything gives no information, whatever the data.
     """
     sums = [tensor for name, tensor in contents.tensors.items() if name.split(".")[0] == "sum"]
     if not any(bool(tensor.count_nonzero()) for tensor in sums):
@@ -172,10 +172,12 @@ def _posterior(
     contents: Contents, model: nn.Module, classes: Sequence[str] | None, unpack: Unpack | None, output: Output
 ) -> Posterior:
     information, names = read_information(contents)
-    wanted = checked_classes(classes, information.n_classes)
-    if wanted is not None and wanted != names:
-        saved = "without names of classes" if names is None else f"with the classes {', '.join(names[:5])}"
-        raise MismatchError(f"{contents.path} was saved {saved}; expected {', '.join(wanted[:5])}, in this order.")
+    expected_names = checked_classes(classes, information.n_classes)
+    if expected_names is not None and expected_names != names:
+        description = "without names of classes" if names is None else f"with the classes {', '.join(names[:5])}"
+        raise MismatchError(
+            f"{contents.path} was saved {description}; expected {', '.join(expected_names[:5])}, in this order."
+        )
     prior, fields = _prior(contents, information), contents.description
     T, scale = _temperature(fields), fields.number("covariance_scale", least=0)
     bound = information.with_model(model, unpack=unpack, output=output)
@@ -204,7 +206,7 @@ def _prior(contents: Contents, information: Information) -> Prior:
             prior = Prior(precision)
         prior.diagonal(information.selection)
     except ArgumentError as error:
-        raise DamagedFileError(f"{contents.path} holds a prior that cannot be: {error}") from error
+        raise DamagedFileError(f"{contents.path} holds an invalid prior: {error}") from error
     return prior
 
 
@@ -253,7 +255,7 @@ def _description(contents: Contents) -> FileDescription:
 
 
 def _temperature(fields: Fields) -> float:
-    """T, of which T² must be a number too."""
+    """T, whose square must be finite and positive too."""
     return fields.number("temperature", least=1e-100, most=1e100)
 
 

@@ -1,8 +1,8 @@
 """Tasks and information as descriptions and arrays, and back.
 
-They say which parameters of which weights, and how they are differentiated.
-How to differentiate was decided by the first batch of the fit. A file keeps what was decided, so that a loaded
-posterior computes what the saved one did; the layers it names are compared with those of the model.
+They say which parameters of which weights are meant, and how the logits are differentiated. The first batch of the fit
+decided that; a file keeps the decision, so that a loaded posterior computes what the saved one did. The layers that it
+names are compared with those of the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_LAYERS: Description = {
 
 
 def route_description(route: Route | None) -> Description:
-    """What the first batch decided; all of it can be read again without a model."""
+    """What the first batch decided, in a form that can be read without a model."""
     if route is None:
         return dict(_NO_LAYERS)
     if route.by_layer is None:
@@ -54,7 +54,7 @@ def route_description(route: Route | None) -> Description:
 
 
 def task_description(task: Task) -> Description:
-    """Everything of a task but the network itself, of which the fingerprint and the dtype of results stay."""
+    """A task without its network, of which only the fingerprint and the dtype of results are kept."""
     return {
         "weights": task.network.fingerprint,
         "dtype": _name(task.network.dtype),
@@ -88,7 +88,7 @@ def read_task(fields: Fields) -> Task:
         raise DamagedFileError(f"{fields.where} has parameters of more than 64 dimensions.")
     selection = Selection(names, shapes)
     if not names or len(set(names)) != len(names) or not 1 <= selection.n_parameters < 2**50:
-        raise DamagedFileError(f"{fields.where} names parameters twice, none, or such without a size.")
+        raise DamagedFileError(f"{fields.where} names a parameter twice, no parameters, or parameters without a size.")
     plan = fields.part("plan")
     route = _read_route(plan, selection, structure, n_classes)
     return Task(
@@ -105,7 +105,7 @@ def read_task(fields: Fields) -> Task:
 
 
 def _saved_output(output: Output) -> Description | None:
-    """Where the logits are in what the model returns. Of a function it is only said that there was one."""
+    """Where the logits are in what the model returns. Of a function, a file only records that there was one."""
     if output is None:
         return None
     if callable(output):
@@ -114,7 +114,7 @@ def _saved_output(output: Output) -> Description | None:
 
 
 def _read_output(fields: Fields) -> Output:
-    """What `_saved_output` wrote; files of before there was a choice say nothing."""
+    """What `_saved_output` wrote; older files have no such field."""
     if "output" not in fields:
         return None
     output = fields.part("output")
@@ -126,20 +126,20 @@ def _read_output(fields: Fields) -> Output:
 
 
 def _read_form(fields: Fields) -> Form | None:
-    """What the batches of a fit with `unpack` were; None where it had none, or the file is older."""
+    """The form of the batches of a fit with `unpack`; None if it had none, or in older files."""
     return fields.choice("unpack", FORMS) if "unpack" in fields else None  # type: ignore[return-value]
 
 
 def _read_route(fields: Fields, selection: Selection, structure: str, n_classes: int) -> Route | None:
     factored, identity = fields.flag("factored"), fields.flag("identity")
     layers = _read_layers(fields.parts("layers"), selection, shared=not factored)
-    # Files of before norms were taken apart do not name any.
+    # Older files name no norm layers.
     names = fields.texts("norms") if "norms" in fields else ()
     norms = tuple(norm for norm in (norm_layer_in(selection, name) for name in names) if norm is not None)
-    covered = sum(layer.size for layer in layers)
-    lone = len(layers) == 1 and layers[0].outputs == n_classes
-    factorable = covered == selection.n_parameters and structure != "kron"
-    if (identity and not lone) or (factored and not factorable) or len(norms) < len(names):
+    layer_parameters = sum(layer.size for layer in layers)
+    is_head = len(layers) == 1 and layers[0].outputs == n_classes
+    can_be_factored = layer_parameters == selection.n_parameters and structure != "kron"
+    if (identity and not is_head) or (factored and not can_be_factored) or len(norms) < len(names):
         raise DamagedFileError(f"{fields.where} describes layers that do not fit its parameters and classes.")
     if factored:
         return Route(layers, identity)
@@ -153,22 +153,26 @@ def _read_route(fields: Fields, selection: Selection, structure: str, n_classes:
 def _read_layers(fields: Sequence[Fields], selection: Selection, *, shared: bool) -> tuple[LinearLayer, ...]:
     """Layers whose parameters are among the selected ones, each in one layer at most."""
     sizes = {where.start: where.stop - where.start for where in selection.slices().values()}
-    found = []
+    layers = []
     for part in fields:
         starts = {kind: part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start")}
         name, outputs, inputs = part.text("name"), part.whole("outputs", 1), part.whole("inputs", 1)
-        # Files of before such layers were taken apart do not say so.
+        # Older files have no such layers.
         transposed = part.flag("transposed") if "transposed" in part else False
         layer = LinearLayer(name, outputs, inputs, starts["weight_start"], starts["bias_start"], transposed)
         if shared:
             patches = _read_patches(part.part("patches")) if "patches" in part else None
             layer = SharedLayer(name, outputs, inputs, layer.weight_start, layer.bias_start, transposed, patches)
-        expected = {layer.weight_start: outputs * inputs, layer.bias_start: outputs}
-        expected.pop(None, None)
-        if not expected or any(sizes.pop(start, None) != size for start, size in expected.items() if start is not None):
-            raise DamagedFileError(f"{part.where} describes layer {name[:60]!a} that its parameters do not make up.")
-        found.append(layer)
-    return tuple(found)
+        own_sizes = {layer.weight_start: outputs * inputs, layer.bias_start: outputs}
+        own_sizes.pop(None, None)
+        if not own_sizes or any(
+            sizes.pop(start, None) != size for start, size in own_sizes.items() if start is not None
+        ):
+            raise DamagedFileError(
+                f"{part.where} describes layer {name[:60]!a}, whose size does not match its parameters."
+            )
+        layers.append(layer)
+    return tuple(layers)
 
 
 def _read_patches(fields: Fields) -> Patches:
@@ -213,7 +217,7 @@ def read_information(contents: Contents) -> tuple[Information, tuple[str, ...] |
 
 
 def checked_classes(classes: Sequence[str] | None, n_classes: int) -> tuple[str, ...] | None:
-    """Names of the classes, one each; None where there are none."""
+    """The names of the classes, checked; None if none are given."""
     if classes is None:
         return None
     names = [classes] if isinstance(classes, str) else list(classes)
