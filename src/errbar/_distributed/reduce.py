@@ -11,7 +11,7 @@ from torch import Tensor
 
 from errbar._distributed.team import Team
 
-# Rows of a symmetric matrix that are sent at a time: long enough messages, and little memory beside the matrix.
+# Bytes of a symmetric matrix that are sent at a time: long enough messages, and little memory beside the matrix.
 _STRIP_BYTES = 2**23
 
 

@@ -7,8 +7,8 @@
 | a DataLoader with a DistributedSampler | the sampler's samples without its padding | samplers that fit together |
 | an iterable of batches, and any other loader | all of it | a part of its own, or nothing |
 
-A loader that draws with replacement is refused. What can be noticed is noticed: ranks with data sets of different
-lengths, or first batches that are the same. `iter(loader)` is an iterable of batches, and so a part of its own.
+A loader that draws with replacement is refused, and so are data sets of different lengths; equal first batches give a
+warning. `iter(loader)` is an iterable of batches, and so the rank's own part.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _WHOLE, _SAMPLED, _OWN = "a whole data set", "a DistributedSampler", "its own ba
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What this rank reads, and what it tells the others about it: plain values, by which they notice a mistake."""
+    """What this rank reads, and facts about it (plain values), by which the ranks detect mistakes."""
 
     data: Any
     kind: str
-    about: tuple[Any, ...] = ()
+    facts: tuple[Any, ...] = ()
 
 
 def opened(
@@ -67,13 +67,13 @@ def opened(
         return chain([] if first is None else [first], stream), shard
 
     stream, shard = team.together(begin)
-    require_one_division(team.exchange((shard.kind, shard.about)))
+    require_one_division(team.exchange((shard.kind, shard.facts)))
     return team.watched(stream)
 
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """A batch by which every rank plans in the same way, and how large the largest first batch of a rank is."""
+    """A batch from which all ranks plan in the same way, and the size of the largest first batch of any rank."""
 
     batch: Batch
     size: int
@@ -88,12 +88,12 @@ def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
     def described() -> tuple[int, bool] | None:
         return None if first is None else (len(first), _is_plain([*first.args, *first.kwargs.values()]))
 
-    told = team.exchange(team.together(described))
-    having = [rank for rank, about in enumerate(told) if about is not None]
-    if not having:
+    descriptions = team.exchange(team.together(described))
+    ranks_with_data = [rank for rank, description in enumerate(descriptions) if description is not None]
+    if not ranks_with_data:
         raise DataError("The data are empty: expected at least one batch.")
-    source, size = having[0], max(about[0] for about in told if about is not None)
-    if told[source][1]:
+    source, size = ranks_with_data[0], max(description[0] for description in descriptions if description is not None)
+    if descriptions[source][1]:
 
         def call() -> tuple[tuple[Any, ...], dict[str, Any], Form] | None:
             if team.rank != source or first is None:
@@ -104,8 +104,8 @@ def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
 
         args, kwargs, form = team.broadcast(team.together(call), source)
         return FirstBatch(Batch(args, kwargs, form=form), size)
-    if first is None or len(having) < team.size:
-        empty = next(rank for rank in range(team.size) if rank not in having)
+    if first is None or len(ranks_with_data) < team.size:
+        empty = next(rank for rank in range(team.size) if rank not in ranks_with_data)
         raise DataError(
             f"Rank {empty} has no data, and cannot learn the layers from a batch of rank {source}, which holds more "
             "than tensors, numbers and text. Give each rank at least one batch, or use unpack= to pass plain arguments."
@@ -114,7 +114,7 @@ def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
 
 
 def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-    """Refuse, on all ranks alike, what is no division of one set of data; warn of what hardly is one."""
+    """Refuse, on all ranks alike, what does not divide one set of data; warn where it probably does not."""
     kinds = [kind for kind, _ in claims]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -122,13 +122,13 @@ def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
                 f"The data of rank 0 are {kinds[0]}, those of rank {rank} are {kind}; expected the same kind on all "
                 "ranks: the whole Dataset on each, or the rank's own batches, which may be none (an empty list)."
             )
-    about = [told for _, told in claims]
+    facts_of_ranks = [facts for _, facts in claims]
     if kinds[0] == _WHOLE:
-        _require_one_whole(about)
+        _require_one_whole(facts_of_ranks)
     elif kinds[0] == _SAMPLED:
-        _require_fitting_samplers(about)
+        _require_fitting_samplers(facts_of_ranks)
     else:
-        digests = [told[0] for told in about if told]
+        digests = [facts[0] for facts in facts_of_ranks if facts]
         if len(set(digests)) < len(digests):
             warnings.warn(
                 "Several ranks read the same first batch, so these data probably count more than once: an iterable of "
@@ -139,32 +139,32 @@ def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
             )
 
 
-def _require_one_whole(about: Sequence[tuple[Any, ...]]) -> None:
-    for rank, (length, sample) in enumerate(about):
-        if length != about[0][0]:
+def _require_one_whole(facts: Sequence[tuple[Any, ...]]) -> None:
+    for rank, (length, sample) in enumerate(facts):
+        if length != facts[0][0]:
             raise DataError(
-                f"Rank 0 has a data set of {about[0][0]} samples, rank {rank} one of {length}; expected the whole data "
+                f"Rank 0 has a data set of {facts[0][0]} samples, rank {rank} one of {length}; expected the whole data "
                 "set on each rank, because errbar divides it. Pass data that are a rank's own part as batches, for "
                 "example iter(loader)."
             )
-        if sample != about[0][1]:
+        if sample != facts[0][1]:
             warnings.warn(
                 f"The first sample of the data set is not the same on rank 0 and rank {rank}: errbar divides a data "
                 "set over the ranks, so each must hold the whole of it. Pass data that are a rank's own part as "
-                "batches, for example iter(loader). Samples that are augmented at random are no reason to worry.",
+                "batches, for example iter(loader). Ignore this if samples are augmented at random.",
                 UserWarning,
                 stacklevel=5,
             )
             return
 
 
-def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
+def _require_fitting_samplers(facts: Sequence[tuple[Any, ...]]) -> None:
     parts: dict[int, int] = {}
-    replicas = about[0][1]
-    for rank, (part, _, settings) in enumerate(about):
-        if settings != about[0][2]:
+    replicas = facts[0][1]
+    for rank, (part, _, settings) in enumerate(facts):
+        if settings != facts[0][2]:
             raise DataError(
-                f"The DistributedSampler of rank {rank} has {settings}, that of rank 0 {about[0][2]}; expected the "
+                f"The DistributedSampler of rank {rank} has {settings}, that of rank 0 {facts[0][2]}; expected the "
                 "same on all ranks, or their samples overlap. Set the same seed, and the same epoch by set_epoch."
             )
         if part in parts:
@@ -173,10 +173,10 @@ def _require_fitting_samplers(about: Sequence[tuple[Any, ...]]) -> None:
                 "its own for each rank. Leave num_replicas= and rank= out, or pass those of the group."
             )
         parts[part] = rank
-    if replicas > len(about):
+    if replicas > len(facts):
         raise DataError(
-            f"The DistributedSamplers divide the data into {replicas} parts, and there are {len(about)} ranks, so "
-            f"{replicas - len(about)} would not be read. Leave num_replicas= and rank= out, or pass those of the "
+            f"The DistributedSamplers divide the data into {replicas} parts, and there are {len(facts)} ranks, so "
+            f"{replicas - len(facts)} would not be read. Leave num_replicas= and rank= out, or pass those of the "
             "group; group=False lets each rank compute alone."
         )
 
@@ -189,7 +189,7 @@ def stream_of(data: Any, unpack: Unpack | None, *, title: str, progress: bool) -
 
 
 def _without_padding(data: Any) -> Any:
-    """A loader with a DistributedSampler without the samples that another rank has as well; other data as they are."""
+    """A loader with a DistributedSampler without its padding; other data as they are."""
     sampler = _sampler_of(data)
     return data if not _is_distributed(sampler) else _sampled(data, sampler).data
 
@@ -240,19 +240,19 @@ def _draws_anew(sampler: RandomSampler) -> bool:
 def _sampled(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Shard:
     """The samples of the sampler up to where its padding begins.
 
-    Sample k of this rank is number rank + k · num_replicas of the (shuffled) data set, and what lies beyond its length
-    is there a second time. With drop_last nothing does.
+    Sample k of this rank is number rank + k · num_replicas of the (shuffled) data set; numbers beyond its length are
+    repetitions. With drop_last there are none.
     """
     length = len(sampler.dataset)  # type: ignore[arg-type]
-    left = max(0, -(-(length - sampler.rank) // sampler.num_replicas))
-    kept: list[Any] = []
+    remaining_count = max(0, -(-(length - sampler.rank) // sampler.num_replicas))
+    index_batches: list[Any] = []
     for batch in [list(sampler)] if loader.batch_sampler is None else loader.batch_sampler:
-        if part := list(batch)[:left]:
-            kept.append(part)
-            left -= len(part)
+        if part := list(batch)[:remaining_count]:
+            index_batches.append(part)
+            remaining_count -= len(part)
     settings = f"num_replicas={sampler.num_replicas}, seed={sampler.seed}, epoch={sampler.epoch}, "
     settings += f"shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, {length} samples"
-    return Shard(_reloaded(loader, kept), _SAMPLED, (sampler.rank, sampler.num_replicas, settings))
+    return Shard(_reloaded(loader, index_batches), _SAMPLED, (sampler.rank, sampler.num_replicas, settings))
 
 
 def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Shard:
@@ -262,23 +262,25 @@ def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Sha
     if getattr(sampler, "drop_last", False):
         indices = indices[: len(indices) // size * size]
     part = list(_part(indices, team))
-    told = digest_of(
+    digest = digest_of(
         (list(indices) if isinstance(indices, list) else None, loader.dataset[indices[0]] if indices else 0)
     )
-    kept = [part[start : start + size] for start in range(0, len(part), size)] if sampler is not None else [part]
-    return Shard(_reloaded(loader, kept), _WHOLE, (len(indices), told))
+    index_batches = (
+        [part[start : start + size] for start in range(0, len(part), size)] if sampler is not None else [part]
+    )
+    return Shard(_reloaded(loader, index_batches), _WHOLE, (len(indices), digest))
 
 
-def _reloaded(loader: DataLoader[Any], kept: list[list[int]]) -> Any:
+def _reloaded(loader: DataLoader[Any], index_batches: list[list[int]]) -> Any:
     """The same loader for these batches of samples; one without batches of its own reads them one by one."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["generator", "prefetch_factor"]
     options = {name: getattr(loader, name) for name in names}
-    if not any(kept):
+    if not any(index_batches):
         return []
     if loader.batch_sampler is None:
-        return DataLoader(loader.dataset, batch_size=None, sampler=list(chain(*kept)), **options)
-    return DataLoader(loader.dataset, batch_sampler=kept, **options)
+        return DataLoader(loader.dataset, batch_size=None, sampler=list(chain(*index_batches)), **options)
+    return DataLoader(loader.dataset, batch_sampler=index_batches, **options)
 
 
 def _part(indices: Sequence[int], team: Team) -> Sequence[int]:

@@ -2,12 +2,12 @@
 
 Nothing here knows of data or mathematics. Words of this file:
 
-- a *team* are the ranks of one call: all of the job, those of a group, or this process alone, which costs nothing;
-- a *step* (`Team.together`) is what each rank does by itself. It ends when all ranks have told how it went. So a
-  mistake that one of them meets is raised by all, and nobody waits for a rank that has given up;
-- a *notice* in the job's store tells the others of a mistake while they are still busy (`Team.watched`).
+- a *team* is the ranks of one call: all of the job, those of a group, or this process alone, which costs nothing;
+- a *step* (`Team.together`) is what each rank does by itself. It ends when all ranks have reported how it went. So an
+  error on one of them is raised by all, and no rank waits for one that has given up;
+- a *notice* in the job's store tells the others of an error while they are still busy (`Team.watched`).
 
-What is exchanged are plain values (numbers, text, tensors), never code.
+Ranks exchange plain values (numbers, text, tensors), never code.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from errbar.errors import ArgumentError, ErrbarError, MismatchError, RankError
 
 Result = TypeVar("Result")
 
-# How often a busy rank looks whether another one failed: a question to the store takes a tenth of a millisecond.
+# How often a busy rank checks whether another one failed; a query of the store takes a tenth of a millisecond.
 _LOOK_SECONDS = 0.5
 
 
 class _StoppedError(Exception):
-    """This rank gave up because another one had failed: no mistake of its own."""
+    """This rank stopped because another one had failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Team:
     """The ranks of one call, in which this one is number `rank` of `size`.
 
-    `group` is None for all ranks of the job: a team that held their group would keep its threads alive after the job,
-    and these abort a process that ends meanwhile. `call` tells one call from all others of the job, for notices in the
-    store.
+    `group` is None for all ranks of the job: a reference to their group would keep its threads alive after the job, and
+    these abort a process that ends meanwhile. `call` identifies one call of the job, for notices in the store.
     """
 
     rank: int = 0
@@ -58,16 +57,16 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that shows progress and decides where one has to."""
+        """Whether this is the rank that shows progress and takes decisions for all."""
         return self.rank == 0
 
     # ----------------------------------------------------------------------------------------- steps and agreement
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """`step()`, once all ranks have done theirs; what one of them raises is raised by all.
+        """`step()`, once all ranks have done theirs; an error on one of them is raised by all.
 
-        The rank where it happened raises what it met, the others an error of the same type with the same sentence,
-        or a `RankError` where the type is not one of errbar's.
+        The rank where it happened raises the error itself, the others one of the same type with the same sentence, or a
+        `RankError` if the type is not one of errbar's.
         """
         if self.is_alone:
             return step()
@@ -76,20 +75,20 @@ class Team:
             result = step()
         except Exception as error:
             failure = error
-        told = None if failure is None else (_kind(failure), str(failure), dict(getattr(failure, "arguments", {})))
+        report = None if failure is None else (_kind(failure), str(failure), dict(getattr(failure, "arguments", {})))
         try:
             if failure is not None and not isinstance(failure, _StoppedError):
                 self._leave_notice()
-            everyone = self.exchange(told)
+            everyone = self.exchange(report)
         except RankError:
             if failure is not None and not isinstance(failure, _StoppedError):
                 raise failure from None
             raise
         if failure is not None and not isinstance(failure, _StoppedError):
             raise failure
-        for rank, what in enumerate(everyone):
-            if what is not None and what[0] != _StoppedError.__name__:
-                raise _error_of(rank, *what)
+        for rank, failure_there in enumerate(everyone):
+            if failure_there is not None and failure_there[0] != _StoppedError.__name__:
+                raise _error_of(rank, *failure_there)
         return result
 
     def watched(self, items: Iterator[Result]) -> Iterator[Result]:
@@ -97,25 +96,25 @@ class Team:
         if self.is_alone:
             yield from items
             return
-        looked = time.monotonic()
+        last_look = time.monotonic()
         for item in items:
             yield item
-            if time.monotonic() - looked > _LOOK_SECONDS:
+            if time.monotonic() - last_look > _LOOK_SECONDS:
                 if self._call("look for notices", lambda: _store().check([self._notice])):
                     raise _StoppedError
-                looked = time.monotonic()
+                last_look = time.monotonic()
 
     def require_same(self, facts: Mapping[str, Any]) -> None:
-        """Refuse ranks that do not mean the same: all raise the same `MismatchError`."""
+        """Refuse ranks whose facts differ: all raise the same `MismatchError`."""
         if self.is_alone:
             return
         everyone = self.exchange(dict(facts))
-        for rank, theirs in enumerate(everyone):
-            for what, ours in everyone[0].items():
-                if theirs[what] != ours:
+        for rank, facts_there in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if facts_there[name] != value:
                     raise MismatchError(
-                        f"The ranks disagree about the {what}: rank 0 has {_shortened(ours)}, rank {rank} has "
-                        f"{_shortened(theirs[what])}. Expected the same call on all ranks.{_ADVICE.get(what, '')}"
+                        f"The ranks disagree about the {name}: rank 0 has {_shortened(value)}, rank {rank} has "
+                        f"{_shortened(facts_there[name])}. Expected the same call on all ranks.{_ADVICE.get(name, '')}"
                     )
 
     def _leave_notice(self) -> None:
@@ -139,46 +138,46 @@ class Team:
         """The plain value of rank `source`."""
         if self.is_alone:
             return value
-        held = [value]
-        self._call("broadcast a value", lambda: dist.broadcast_object_list(held, self._global(source), self.group))
-        return held[0]
+        box = [value]
+        self._call("broadcast a value", lambda: dist.broadcast_object_list(box, self._global(source), self.group))
+        return box[0]
 
     def summed(self, values: Float[Tensor, "*size"]) -> Float[Tensor, "*size"]:
         """Σ over the ranks; every rank has the same bits."""
-        carried = values.to(self._carrier(values.device), copy=True, memory_format=torch.contiguous_format)
-        self._call("sum", lambda: dist.all_reduce(carried, group=self.group))
-        return carried.to(values.device)
+        message = values.to(self._carrier(values.device), copy=True, memory_format=torch.contiguous_format)
+        self._call("sum", lambda: dist.all_reduce(message, group=self.group))
+        return message.to(values.device)
 
     def shared(self, values: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`; the others pass one of its shape and dtype, whatever it holds."""
-        carried = values.to(self._carrier(values.device)).contiguous()
-        self._call("broadcast", lambda: dist.broadcast(carried, self._global(source), group=self.group))
-        return carried.to(values.device)
+        message = values.to(self._carrier(values.device)).contiguous()
+        self._call("broadcast", lambda: dist.broadcast(message, self._global(source), group=self.group))
+        return message.to(values.device)
 
     def brought_to_the_first(self, values: Tensor, source: int) -> Tensor:
-        """On rank 0 the tensor of rank `source`; elsewhere `values`, which on rank 0 is of its shape and dtype."""
+        """On rank 0 the tensor of rank `source`, whose shape and dtype `values` must have there; elsewhere `values`."""
         if source == 0 or self.rank not in (0, source):
             return values
-        carried = values.to(self._carrier(values.device)).contiguous()
+        message = values.to(self._carrier(values.device)).contiguous()
         if self.rank == source:
-            self._call("send", lambda: dist.send(carried, self._global(0), group=self.group))
+            self._call("send", lambda: dist.send(message, self._global(0), group=self.group))
         else:
-            self._call("receive", lambda: dist.recv(carried, self._global(source), group=self.group))
-        return carried.to(values.device)
+            self._call("receive", lambda: dist.recv(message, self._global(source), group=self.group))
+        return message.to(values.device)
 
     def gathered(self, parts: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
         """The rows of all ranks under each name, one rank after the other; None for a rank that has nothing."""
-        described = None if parts is None else {name: (tuple(t.shape), t.dtype) for name, t in parts.items()}
-        everyone = self.exchange(described)
-        found: dict[str, list[Tensor]] = {}
-        for rank, theirs in enumerate(everyone):
-            for name, (shape, dtype) in (theirs or {}).items():
+        layout = None if parts is None else {name: (tuple(t.shape), t.dtype) for name, t in parts.items()}
+        everyone = self.exchange(layout)
+        tensors: dict[str, list[Tensor]] = {}
+        for rank, layout_there in enumerate(everyone):
+            for name, (shape, dtype) in (layout_there or {}).items():
                 if rank == self.rank and parts is not None:
-                    own = parts[name]
+                    part = parts[name]
                 else:
-                    own = torch.empty(shape, dtype=dtype, device=device)
-                found.setdefault(name, []).append(self.shared(own, rank))
-        return {name: torch.cat(rows) for name, rows in found.items()}
+                    part = torch.empty(shape, dtype=dtype, device=device)
+                tensors.setdefault(name, []).append(self.shared(part, rank))
+        return {name: torch.cat(rows) for name, rows in tensors.items()}
 
     def _carrier(self, device: torch.device) -> torch.device:
         """Where a tensor has to lie to be sent: NCCL sends from a GPU, gloo here always from the CPU."""
@@ -190,13 +189,13 @@ class Team:
     def _global(self, rank: int) -> int:
         return rank if self.group is None else int(dist.get_global_rank(self.group, rank))
 
-    def _call(self, what: str, function: Callable[[], Result]) -> Result:
-        """What torch.distributed raises (always a RuntimeError) means that somebody is gone."""
+    def _call(self, action: str, function: Callable[[], Result]) -> Result:
+        """Run `function`; a RuntimeError of torch.distributed means that another rank is gone."""
         try:
             return function()
         except RuntimeError as error:
             raise RankError(
-                f"Rank {self.rank} of {self.size} could not {what}: another rank died, left the collective call, or "
+                f"Rank {self.rank} of {self.size} could not {action}: another rank died, left the collective call, or "
                 "did not answer within the timeout of the group. Look for the first error among the ranks; all of "
                 f"them have to make the same call. torch.distributed says: {error}"
             ) from error
@@ -210,7 +209,7 @@ def team_of(group: Any = None) -> Team:
     is_running = dist.is_available() and dist.is_initialized()
     if group is False or (group is None and not is_running):
         return Team()
-    asked = group
+    process_group = group
     if group is None:
         group = dist.group.WORLD
     is_group = is_running and isinstance(group, dist.ProcessGroup)
@@ -224,7 +223,7 @@ def team_of(group: Any = None) -> Team:
             f"group is {group!r}; expected None for all ranks of the job, False for this process alone, or a "
             "ProcessGroup of an initialised torch.distributed job."
         )
-    team = Team(dist.get_rank(group), dist.get_world_size(group), asked)
+    team = Team(dist.get_rank(group), dist.get_world_size(group), process_group)
     if team.is_alone:
         return Team()
     return replace(team, call=team.broadcast(f"{os.getpid()}-{time.monotonic_ns()}"))
@@ -239,16 +238,16 @@ _ADVICE = {
 
 
 def _kind(failure: Exception) -> str:
-    """The name of its type, or of the type among errbar's own that it is a kind of."""
+    """The name of its type, or of the most specific base class among errbar's own errors."""
     names = (kind.__name__ for kind in type(failure).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return next(names, type(failure).__name__)
 
 
 def _error_of(rank: int, kind: str, sentence: str, arguments: dict[str, object]) -> ErrbarError:
     """The error of another rank, by the name of its type."""
-    made = getattr(errors, kind, None)
-    if isinstance(made, type) and issubclass(made, ErrbarError):
-        return made(f"On rank {rank}: {sentence}", arguments=arguments)
+    error_type = getattr(errors, kind, None)
+    if isinstance(error_type, type) and issubclass(error_type, ErrbarError):
+        return error_type(f"On rank {rank}: {sentence}", arguments=arguments)
     return RankError(f"Rank {rank} failed with {kind}: {sentence}")
 
 
@@ -263,7 +262,7 @@ def _store() -> Any:
 
 @contextmanager
 def job_of_torchrun(device: torch.device) -> Iterator[None]:
-    """Join the job that torchrun started this process for, and leave it at the end; without torchrun nothing happens.
+    """Join the job for which torchrun started this process, and leave it at the end; does nothing without torchrun.
 
     Values and CPU tensors go by gloo; tensors of a GPU by NCCL where torch has it.
     """
