@@ -1,7 +1,7 @@
 """Covariances of logits: P^g of each input, full, diagonal or factored, and R of several frames together.
 
-A covariance object is one by construction. With many classes the form matters: of a diagonal or a factored one nothing
-of size M × M is made for an input unless `matrix` is called.
+A covariance object is valid by construction. With many classes the form matters: a diagonal or a factored one makes
+nothing of size M × M for an input unless `matrix` is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Covariance(Protocol):
         """The mean variance of the M−1 contrasts."""
 
     def difference_variance(self) -> Float[Tensor, "B M M"]:
-        """Var(g_i − g_j) for i ≠ j; what is on the diagonal is of no meaning."""
+        """Var(g_i − g_j) for i ≠ j; the diagonal has no meaning."""
 
     def __getitem__(self, rows: slice) -> Covariance: ...
 
@@ -42,7 +42,7 @@ class Covariance(Protocol):
     def to(self, dtype: torch.dtype) -> Covariance: ...
 
     def centred(self) -> Covariance:
-        """That of g minus its mean over the classes."""
+        """The covariance of g minus its mean over the classes."""
 
     def joined(self, others: Sequence[Covariance]) -> Covariance:
         """The rows of this one and of others, one after the other; in full where their forms differ."""
@@ -104,7 +104,7 @@ class FullCovariance:
 
 @dataclass(frozen=True, eq=False)
 class DiagonalCovariance:
-    """P^g = diag v: independent logits, each of which is drawn by itself."""
+    """P^g = diag v: independent logits, drawn one by one."""
 
     values: Float[Tensor, "B M"]
 
@@ -211,8 +211,8 @@ class FactoredCovariance:
 class JointCovariance:
     """R of the logits of C frames, values[i, :, j, :] = R_ij = J_i P J_jᵀ, in float64.
 
-    `contrast_root` A, where there is one, has A Aᵀ = EᵀR E for the contrasts of all frames, which R itself does not
-    hold as well: beside a common shift of the logits whose variance is v, its contrasts are rounded to v · eps.
+    `contrast_root` A, where there is one, has A Aᵀ = EᵀR E for the contrasts of all frames, which R itself holds less
+    accurately: beside a common shift of the logits whose variance is v, its contrasts are rounded to v · eps.
     `rounding` is that of the numbers in R, `network_rounding` that of the network's outputs and derivatives.
     """
 
@@ -230,7 +230,7 @@ class JointCovariance:
         return JointCovariance(values, root[:, :-1], network_rounding=network_rounding)
 
     def chosen(self, frames: Int[Tensor, "c"]) -> JointCovariance:
-        """That of some of the frames, in this order."""
+        """The covariance of some of the frames, in this order."""
         root = None if self.contrast_root is None else self.contrast_root[frames]
         return replace(self, values=self.values[frames][:, :, frames], contrast_root=root)
 

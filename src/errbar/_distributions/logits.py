@@ -26,8 +26,8 @@ _VALUES_OF_FORM: Any = property(lambda joint: joint.form.values)
 class LogitGaussian:
     """N(ĝ, P^g) for each of B inputs (eq:linearize).
 
-    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `form` is what
-    holds P^g, in full or in less.
+    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `form`
+    holds P^g, in full or more compactly.
     """
 
     mean: Float[Tensor, "B M"]
@@ -38,7 +38,7 @@ class LogitGaussian:
     def __init__(
         self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"] | Covariance, rank: int | None = None
     ) -> None:
-        """A tensor is checked; a covariance object, which is one by construction, is not, nor is the mean beside it."""
+        """A tensor is checked; a covariance object, which is valid by construction, is not, nor is its mean."""
         form = covariance if isinstance(covariance, Covariance) else _checked_covariance(mean, covariance)
         for name, value in (("mean", mean), ("form", form), ("rank", rank)):
             object.__setattr__(self, name, value)
@@ -92,7 +92,7 @@ class LogitGaussian:
         return Prediction.from_sampler(GaussianSampler.of(self.mean, root, samples, seed, draws), jitter)
 
     def sampling_root(self) -> SamplingRoot:
-        """What makes logits of draws, as `predict` does."""
+        """The root that turns draws into logits, as in `predict`."""
         return self.form.sampling_root(self.mean.dtype)[0]
 
     def mean_field_pmf(self) -> Float[Tensor, "B M"]:
@@ -114,9 +114,8 @@ class LogitGaussian:
 class JointLogits:
     """The logits of C frames of one object together: covariance[i, :, j, :] is R_ij = J_i P J_jᵀ.
 
-    Frames are near copies of each other, and what tells them apart is a small difference. So the covariance is float64
-    always, also where the network, and the mean, are float32; one that is given in float32 is cast. `form` holds it,
-    and what is known of its rounding.
+    Frames are near copies of each other that differ by little. So the covariance is always float64, even if the network
+    and the mean are float32; one that is given in float32 is cast. `form` holds it, and what is known of its rounding.
     """
 
     mean: Float[Tensor, "C M"]
@@ -146,7 +145,7 @@ class JointLogits:
         return JointLogits(self.mean.to(device), self.form.to(device))
 
     def marginals(self) -> LogitGaussian:
-        """Each frame for itself, as `posterior.logits` gives it: without the covariance between frames."""
+        """Each frame by itself, as `posterior.logits` gives it: without the covariance between frames."""
         blocks = self.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
         return LogitGaussian(self.mean, FullCovariance(blocks.contiguous())).rounded()
 
@@ -176,7 +175,7 @@ def require_temperature(temperature: float) -> float:
     T = _require_number("The temperature", temperature, zero_allowed=False)
     if not 1e-100 <= T <= 1e100:
         raise ArgumentError(
-            f"The temperature is {T!r}; expected one from 1e-100 to 1e100, of which T² is a number too."
+            f"The temperature is {T!r}; expected one from 1e-100 to 1e100, so that T² is finite and positive."
         )
     return T
 
@@ -191,8 +190,8 @@ def _require_number(name: str, value: float, *, zero_allowed: bool) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
-        expected = "zero or a positive" if zero_allowed else "a positive"
-        raise ArgumentError(f"{name} is {value!r}; expected {expected} finite number.")
+        expectation = "zero or a positive" if zero_allowed else "a positive"
+        raise ArgumentError(f"{name} is {value!r}; expected {expectation} finite number.")
     return number
 
 
@@ -208,9 +207,9 @@ def _require_logits(mean: Tensor, name: str) -> None:
 
 def _require_shape(covariance: Tensor, shape: tuple[int, ...], mean: Tensor) -> None:
     if not isinstance(covariance, Tensor) or tuple(covariance.shape) != shape:
-        got = tuple(covariance.shape) if isinstance(covariance, Tensor) else type(covariance).__name__
+        actual = tuple(covariance.shape) if isinstance(covariance, Tensor) else type(covariance).__name__
         raise MismatchError(
-            f"The covariance has shape {got}; expected {shape} for a mean of shape {tuple(mean.shape)}."
+            f"The covariance has shape {actual}; expected {shape} for a mean of shape {tuple(mean.shape)}."
         )
     if covariance.dtype not in (mean.dtype, torch.float64) or covariance.device != mean.device:
         raise MismatchError(

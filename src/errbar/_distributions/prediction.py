@@ -28,7 +28,7 @@ _REPLICATES = 16
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """PMFs f̂(x|T) = (1/K) Σ_k f⁽ᵏ⁾ of B inputs, and everything that their samples tell.
+    """PMFs f̂(x|T) = (1/K) Σ_k f⁽ᵏ⁾ of B inputs, and all statistics of their samples.
 
     `jitter` is the largest share of its mean diagonal that a logit covariance needed to be factorised.
     """
@@ -75,11 +75,11 @@ class Prediction:
         More samples make it smaller; they do not change std. Its square has the variance of f̂ as its expectation:
         - "random" draws are independent: Σ_k (f⁽ᵏ⁾ − f̂)²/(K(K − 1));
         - "antithetic" draws are independent in pairs, so it is that of the means of the pairs. Where f is an even
-          function of z, as it nearly is where classes are alike, the two of a pair say the same, and the error is up
-          to √2 times that of random draws;
+          function of z, as it nearly is where classes are alike, both draws of a pair are equal, and the error is up to
+          √2 times that of random draws;
         - "sobol" points all depend on each other: the PMF is computed for 16 further sequences with seeds of their
           own, at the cost of 16 predictions when this is read, and the variance of these is taken.
-        NaN where the draws cannot tell: from one sample, or from one antithetic pair.
+        NaN where the draws cannot show it: from one sample, or from one antithetic pair.
         """
         sampler = self.sampler
         if isinstance(sampler, GaussianSampler) and sampler.draws == "sobol":
@@ -95,7 +95,7 @@ class Prediction:
 
     @cached_property
     def mutual_information(self) -> Float[Tensor, "B"]:
-        """H(f̂) − (1/K) Σ_k H(f⁽ᵏ⁾) in nats: how much of the entropy the parameters are to blame for.
+        """H(f̂) − (1/K) Σ_k H(f⁽ᵏ⁾) in nats: the part of the entropy that comes from the parameters.
 
         The difference loses its digits where both entropies are nearly the same. It is computed as
             (1/K) Σ_k Σ_m f̂_m φ(f_m⁽ᵏ⁾/f̂_m),     φ(r) = r ln r − r + 1 ≥ 0,
@@ -144,7 +144,7 @@ def _entropy(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:
     """
     top, label = pmf.max(1, keepdim=True)
     others = pmf.scatter(1, label, 0.0)
-    # `top` and not 1 − Σ others, as NaN in one class alone would be gone.
+    # `top` and not 1 − Σ others, which would hide NaN in a single class.
     return -torch.xlogy(others, others).sum(1) - top[:, 0] * torch.log1p(-others.sum(1))
 
 
@@ -154,7 +154,7 @@ def _mutual_information(values: Float[Tensor, "b M K"], pmf: Float[Tensor, "b M"
     scale = pmf.clamp_min(kind.tiny)
     ratio = values / scale[:, :, None]
     excess = ratio - 1
-    # r = 0 has φ = 1; its logarithm is kept finite, since 0 · ∞ is no number.
+    # r = 0 has φ = 1; its logarithm is kept finite, since 0 · ∞ is NaN.
     terms = excess.clamp_min(kind.eps / 2 - 1).log1p_()
     terms *= ratio
     terms -= excess

@@ -1,7 +1,7 @@
 """Draws of logits and of PMFs, and sums over them.
 
 Samples are kept class by class with the draws in the last dimension, (B, M, K): exponentials and sums then run over
-contiguous memory. They are made again, block by block, whenever a statistic needs them, so that a prediction holds
+contiguous memory. They are computed again, block by block, whenever a statistic needs them, so that a prediction holds
 (B, M) numbers and not (B, M, K).
 
 Sums over draws are good to rounding whatever K and the batch: by torch's own sums, which are pairwise, or by products
@@ -25,8 +25,8 @@ from errbar._base.execution import plain_execution
 from errbar._base.memory import require_memory
 from errbar.errors import ArgumentError
 
-# Samples of one block: they should stay in the cache between the passes that make a softmax of them; a GPU wants few
-# large launches instead.
+# Bytes of one block of samples, which should stay in the cache between the passes of a softmax; a GPU needs few large
+# launches instead.
 BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 
 # Numbers in a block of draws that is kept for the next prediction.
@@ -35,13 +35,13 @@ _KEPT_DRAWS = 2**18
 # Draws of one product of deviations, which has an error below 5e-7 in float32; products are added in float64.
 _PRODUCT_DRAWS = 1024
 
-# Draws of which the least is what others are measured from.
+# The number of draws whose smallest value is the reference for all others.
 _LOW_DRAWS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingRoot:
-    """A of each input with A Aᵀ = P^g on contrasts, which makes logits ĝ + A z of draws z.
+    """A of each input with A Aᵀ = P^g on contrasts, which turns draws z into logits ĝ + A z.
 
     `values` hold A itself; or √v, where A is diagonal; or √w, where A = Q diag(√w) R with one `basis` Q and one
     `rotation` R (the identity unless given) for all inputs: R goes to the draws then, once.
@@ -53,7 +53,7 @@ class SamplingRoot:
 
     @staticmethod
     def concatenated(parts: Sequence[SamplingRoot]) -> SamplingRoot:
-        """The rows of several of one posterior, which have what is common in common."""
+        """The rows of several of one posterior, which share `basis` and `rotation`."""
         return replace(parts[0], values=torch.cat([part.values for part in parts]))
 
     def draws(self, samples: int, seed: int, like: Tensor, draws: str = "random") -> Float[Tensor, "d K"]:
@@ -85,7 +85,7 @@ class SamplingRoot:
         return {name: tensor for name, tensor in shared.items() if tensor is not None}
 
     def whole(self) -> Float[Tensor, "B M d"] | Float[Tensor, "B M"]:
-        """A itself, M × d numbers an input, for draws that are not rotated; √v where it is diagonal."""
+        """A itself, M × d numbers per input, for draws that are not rotated; √v where it is diagonal."""
         if self.basis is None:
             return self.values
         root = self.basis * self.values[:, None, :]
