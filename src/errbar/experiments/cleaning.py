@@ -37,7 +37,7 @@ def contaminate(
     """Copies of pictures and labels with mistakes in them, and the kind of each: 0 clean, 1 wrong label, 2 foreign.
 
     A wrong label is any of the other classes with equal probability. A foreign picture takes a training picture's
-    place and keeps its label; none comes twice. No place has both.
+    place and keeps its label; none is used twice. No place has both.
     """
     for name, share in (("wrong", wrong), ("foreign_share", foreign_share)):
         if not (math.isfinite(share) and 0 <= share <= 1):
@@ -58,15 +58,15 @@ def contaminate(
     generator = torch.Generator().manual_seed(require_seed(seed))
     places = torch.randperm(n, generator=generator)[: n_wrong + n_foreign]
     step = torch.randint(1, classes, (n_wrong,), generator=generator)
-    chosen = torch.randperm(len(foreign), generator=generator)[:n_foreign]
-    relabelled, replaced = places[:n_wrong].to(labels.device), places[n_wrong:].to(images.device)
+    foreign_rows = torch.randperm(len(foreign), generator=generator)[:n_foreign]
+    label_places, picture_places = places[:n_wrong].to(labels.device), places[n_wrong:].to(images.device)
 
-    dirty, given, kind = images.clone(), labels.clone(), torch.full_like(labels, CLEAN)
-    given[relabelled] = (given[relabelled] + step.to(given)) % classes
-    dirty[replaced] = foreign[chosen.to(foreign.device)].to(dirty)
-    kind[relabelled] = WRONG_LABEL
-    kind[replaced.to(kind.device)] = FOREIGN
-    return dirty, given, kind
+    new_images, new_labels, kind = images.clone(), labels.clone(), torch.full_like(labels, CLEAN)
+    new_labels[label_places] = (new_labels[label_places] + step.to(new_labels)) % classes
+    new_images[picture_places] = foreign[foreign_rows.to(foreign.device)].to(new_images)
+    kind[label_places] = WRONG_LABEL
+    kind[picture_places.to(kind.device)] = FOREIGN
+    return new_images, new_labels, kind
 
 
 def rank(
@@ -106,7 +106,7 @@ def rank(
 
 
 def softmax_scores(logits: Float[Tensor, "N M"], y: Int[Tensor, " N"]) -> dict[str, Float[Tensor, " N"]]:
-    """What the softmax alone tells, in float64: there a confident f still differs from 1."""
+    """Scores from the softmax alone, in float64, where a confident f still differs from 1."""
     log_pmf = logits.double().log_softmax(1)
     label = y.to(log_pmf.device)[:, None]
     loss = -log_pmf.gather(1, label)[:, 0]
@@ -137,12 +137,12 @@ def precision_recall(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
     _, group, size = (-scores.double()).unique(sorted=True, return_inverse=True, return_counts=True)
     hits = torch.zeros(len(size), dtype=torch.float64, device=size.device)
     hits.index_add_(0, group, positive.to(hits))
-    flagged, found = size.cumsum(0).double(), hits.cumsum(0)
-    average = float((hits / total * (found / flagged)).sum())
+    counts, hit_counts = size.cumsum(0).double(), hits.cumsum(0)
+    average = float((hits / total * (hit_counts / counts)).sum())
 
     def found_among(k: int) -> float:
         """Positives among the k highest scores, a share of those in the group that k cuts through."""
-        before = torch.cat([flagged.new_zeros(1), flagged])[:-1]
+        before = torch.cat([counts.new_zeros(1), counts])[:-1]
         return float((hits * ((k - before) / size).clamp(0, 1)).sum())
 
     rows = []
@@ -160,11 +160,11 @@ def precision_recall(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
 def report(scores: dict[str, Float[Tensor, " N"]], kind: Int[Tensor, " N"]) -> dict[str, dict[str, dict[str, Any]]]:
     """`precision_recall` of each score for "wrong label", "foreign" and "either", where there are any.
 
-    What is not looked for counts as negative: for "wrong label" the foreign pictures do, and the other way round.
+    Mistakes of the other kind count as negative: foreign pictures for "wrong label", and the other way round.
     """
-    wanted = {"wrong label": kind == WRONG_LABEL, "foreign": kind == FOREIGN, "either": kind != CLEAN}
+    positives = {"wrong label": kind == WRONG_LABEL, "foreign": kind == FOREIGN, "either": kind != CLEAN}
     return {
         name: {score: precision_recall(values.cpu(), positive.cpu()) for score, values in scores.items()}
-        for name, positive in wanted.items()
+        for name, positive in positives.items()
         if bool(positive.any())
     }

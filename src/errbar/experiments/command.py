@@ -50,37 +50,37 @@ def run(
     options = RunOptions(experiment, data, output, seeds, quick, device, progress, only)
     result = pretrained(options) if experiment in DEPTHS else reproduce(options)
     console = Console(highlight=False, quiet=quiet)
-    made = {name: tables.TABLES[name](result) for name in tables.available(result)}
+    results = {name: tables.TABLES[name](result) for name in tables.available(result)}
     for name in _SHOWN:
-        if name in made:
-            console.print(_compact(made[name]))
+        if name in results:
+            console.print(_compact(results[name]))
     page = output / f"{options.stem}.md"
-    text = "\n\n".join(f"## {t.title}\n\n{t.markdown()}" for t in made.values()) + "\n"
+    text = "\n\n".join(f"## {t.title}\n\n{t.markdown()}" for t in results.values()) + "\n"
     write_file(page, text.encode())
     path = output / f"{options.stem}.json"
-    drawn = figures.draw(json.loads(path.read_text(encoding="utf-8")), output)
-    for figure in drawn:
+    figure_paths = figures.draw(json.loads(path.read_text(encoding="utf-8")), output)
+    for figure in figure_paths:
         console.print(f"Drawn: {figure}")
     console.print(f"Written: {path}\nAll tables, with deviations and intervals: {page}")
-    described = {name: {"headings": t.headings, "rows": t.rows} for name, t in made.items()}
-    return {"experiment": experiment, "result": path, "page": page, "figures": drawn, "tables": described}
+    table_values = {name: {"headings": t.headings, "rows": t.rows} for name, t in results.items()}
+    return {"experiment": experiment, "result": path, "page": page, "figures": figure_paths, "tables": table_values}
 
 
 def _compact(table: tables.Table) -> Printed:
     """For a terminal of 80 columns: means alone, and no more of them than fit."""
-    printed = Printed(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    printed.show_edge, printed.padding = False, (0, 1, 0, 0)
+    grid = Printed(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    grid.show_edge, grid.padding = False, (0, 1, 0, 0)
     rows = [(row[0], *(re.sub(r" (±|\[).*", "", cell) for cell in row[1:])) for row in table.rows]
-    used = max(len(row[0]) for row in rows)
-    printed.add_column(table.headings[0], no_wrap=True)
-    shown = 1
+    total_width = max(len(row[0]) for row in rows)
+    grid.add_column(table.headings[0], no_wrap=True)
+    count = 1
     for number, heading in enumerate(table.headings[1:], start=1):
         width = max(len(text) for text in (*heading.split(), *(row[number] for row in rows)))
-        used += 3 + width
-        if used > _WIDTH:
+        total_width += 3 + width
+        if total_width > _WIDTH:
             break
-        printed.add_column(heading, justify="right", min_width=width)
-        shown += 1
+        grid.add_column(heading, justify="right", min_width=width)
+        count += 1
     for row in rows:
-        printed.add_row(*row[:shown])
-    return printed
+        grid.add_row(*row[:count])
+    return grid

@@ -1,14 +1,14 @@
-"""Is the covariance itself right? Studies in which p(y|x) is known, which no data set of the real world offers.
+"""Is the covariance itself right? Studies in which p(y|x) is known, as in no real data set.
 
 - `coverage(LOGISTIC)`: do the intervals of a logistic regression hold the true f_m(x) as often as they say? Here the
-  delta method is exact and the truth is one of the models: only Laplace's approximation is left to be wrong.
+  delta method is exact and the truth is one of the models: only Laplace's approximation can be wrong.
 - `coverage(NETWORK)`: the same for a network, which also has bias and several optima, and is not linear.
 - `linearisation`: what the delta method costs, against sampling of the parameters themselves.
 - `monte_carlo_error`: what finitely many draws cost.
 - `run`: all of them, as one JSON-ready dict, which docs/results/coverage.json holds.
 
 A *re-draw* is a new training set from the same p(y|x), with the model that is fitted to it. Inputs and classes of one
-re-draw are dependent and re-draws are not, so re-draws are what standard errors count.
+re-draw are dependent, but re-draws are not, so standard errors count re-draws.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _quartiles = partial(statistics.quantiles, n=4, method="inclusive")
 
 @dataclass(frozen=True)
 class CoverageSettings:
-    """A truth, the models that are fitted to samples of it, and what is asked of them.
+    """A truth, the models that are fitted to samples of it, and what is measured.
 
     x ~ N(0, I). Truth and models are tanh networks inputs – hidden – classes, each model with initial weights of its
     own. Without hidden layers they are logistic regressions, fitted by L-BFGS; others by Adam on all samples at once,
@@ -101,34 +101,39 @@ class Redraws:
 
     def posterior(self, redraw: int, parameters: str, fisher: str) -> errbar.Posterior:
         layers, data = LAST_LAYERS[parameters], [(self.x[redraw], self.y[redraw])]
-        chosen: dict[str, Any] = {"parameters": "all"} if layers is None else {"last_layers": layers}
-        return errbar.fit(self.models[redraw], data, prior=self.prior, fisher=fisher, **chosen)
+        selection: dict[str, Any] = {"parameters": "all"} if layers is None else {"last_layers": layers}
+        return errbar.fit(self.models[redraw], data, prior=self.prior, fisher=fisher, **selection)
 
 
 def coverage(settings: CoverageSettings = LOGISTIC, *, device: str = "cpu", progress: bool = False) -> dict[str, Any]:
     """How often intervals hold the true f_m(x), for each choice of parameters, Fisher, and what `calibrate` fits."""
     if settings.redraws < 2:
         raise errbar.ArgumentError(f"redraws is {settings.redraws}; expected two or more: a standard error needs them.")
-    drawn = redraw_and_fit(settings, device=device, progress=progress)
-    truth, levels = drawn.truth, settings.levels
+    redraws = redraw_and_fit(settings, device=device, progress=progress)
+    truth, levels = redraws.truth, settings.levels
     outcomes: dict[tuple[str, str, tuple[str, ...], str], list[Outcome]] = {}
     for redraw in track(range(settings.redraws), "Fitting posteriors", enabled=progress):
-        held_out = [(drawn.held_out_x[redraw], drawn.held_out_y[redraw])]
+        held_out = [(redraws.held_out_x[redraw], redraws.held_out_y[redraw])]
         for parameters, fisher in product(settings.parameters, FISHERS):
-            posterior = drawn.posterior(redraw, parameters, fisher)
-            distance = distance_to_optimum(posterior, drawn.x[redraw], drawn.y[redraw])
-            for fitted in settings.calibrations:
-                used, at_bound = _calibrated(posterior, held_out, fitted, settings.calibration_samples)
+            posterior = redraws.posterior(redraw, parameters, fisher)
+            distance = distance_to_optimum(posterior, redraws.x[redraw], redraws.y[redraw])
+            for scales_to_fit in settings.calibrations:
+                calibrated_posterior, at_bound = _calibrated(
+                    posterior, held_out, scales_to_fit, settings.calibration_samples
+                )
                 # Parameters are sampled without calibration only: T and T_c are fitted to what the delta method says.
-                for sampled in settings.sampled[: 1 if fitted else None]:
-                    prediction = PREDICT[sampled](used, drawn.points, settings.samples, seed=redraw)
+                for space in settings.sampled[: 1 if scales_to_fit else None]:
+                    prediction = PREDICT[space](calibrated_posterior, redraws.points, settings.samples, seed=redraw)
                     inside = [(low <= truth) & (truth <= high) for low, high in map(prediction.interval, levels)]
-                    shares = [float(found.double().mean()) for found in inside]
-                    scales = used.temperature, used.covariance_scale, at_bound
+                    shares = [float(mask.double().mean()) for mask in inside]
+                    scales = calibrated_posterior.temperature, calibrated_posterior.covariance_scale, at_bound
                     outcome = prediction.pmf, prediction.std, shares, distance, *scales
-                    outcomes.setdefault((parameters, fisher, fitted, sampled), []).append(outcome)
+                    outcomes.setdefault((parameters, fisher, scales_to_fit, space), []).append(outcome)
     names = ("parameters", "fisher", "fitted", "sampled")
-    rows = [dict(zip(names, case, strict=True)) | _summary(found, truth, levels) for case, found in outcomes.items()]
+    rows = [
+        dict(zip(names, case, strict=True)) | _summary(case_outcomes, truth, levels)
+        for case, case_outcomes in outcomes.items()
+    ]
     return {"settings": asdict(settings), "results": rows}
 
 
@@ -162,7 +167,7 @@ def monte_carlo_error(
 ) -> dict[str, Any]:
     """The root mean square error of the PMF and of P^f with K draws of each kind, over inputs, entries and `repeats`.
 
-    The reference are 2¹⁸ Sobol points; a slope is that of ln error over ln K by least squares.
+    The reference is 2¹⁸ Sobol points; a slope is that of ln error over ln K by least squares.
     """
     if len(set(samples)) < 2 or repeats < 1:
         raise errbar.ArgumentError(
@@ -221,8 +226,8 @@ def redraw_and_fit(settings: CoverageSettings, *, device: str = "cpu", progress:
     truth = _truth(settings, generator)
     points = torch.randn(settings.points, settings.inputs, generator=generator, dtype=torch.float64)
     seeds = [1_000_000 * (settings.seed + 1) + redraw for redraw in range(settings.redraws)]
-    drawn = [_draw(truth, settings, seed) for seed in seeds]
-    x, y = (torch.stack(part).to(device) for part in zip(*drawn, strict=True))
+    sample_sets = [_draw(truth, settings, seed) for seed in seeds]
+    x, y = (torch.stack(part).to(device) for part in zip(*sample_sets, strict=True))
     cut = settings.train_size
     models = tuple(_network(settings, seed).to(device) for seed in seeds)
     _fit_together(models, x[:, :cut], y[:, :cut], settings, progress)
@@ -275,9 +280,9 @@ def distance_to_optimum(posterior: errbar.Posterior, x: Float[Tensor, "N D"], y:
     """√(sᵀ P s), s the gradient of Σ ln f_y − ½ λ |θ|²: by how many standard deviations of the chosen parameters
     training missed their optimum. For a prior with one λ."""
     parameters = dict(posterior.model.named_parameters())
-    chosen = [parameters[name] for name in posterior.information.parameter_names]
-    loss = _loss(posterior.model(x), y, chosen, float(posterior.prior.precision))  # type: ignore[arg-type]
-    score = nn.utils.parameters_to_vector(torch.autograd.grad(loss, chosen)).double()
+    selected_parameters = [parameters[name] for name in posterior.information.parameter_names]
+    loss = _loss(posterior.model(x), y, selected_parameters, float(posterior.prior.precision))  # type: ignore[arg-type]
+    score = nn.utils.parameters_to_vector(torch.autograd.grad(loss, selected_parameters)).double()
     return math.sqrt(max(float(score @ posterior.covariance() @ score), 0.0))
 
 
@@ -334,9 +339,9 @@ def _summary(outcomes: Sequence[Outcome], truth: Float[Tensor, "B M"], levels: S
     """
     pmfs, stds, shares, distances, temperatures, covariance_scales, at_bound = zip(*outcomes, strict=True)
     by_level = {}
-    for level, found in zip(levels, zip(*shares, strict=True), strict=True):
-        error = statistics.stdev(found) / math.sqrt(len(found))
-        by_level[f"{level:g}"] = {"measured": statistics.fmean(found), "standard_error": error}
+    for level, values in zip(levels, zip(*shares, strict=True), strict=True):
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        by_level[f"{level:g}"] = {"measured": statistics.fmean(values), "standard_error": error}
     pmf = torch.stack(pmfs)
     return {
         "coverage": by_level,

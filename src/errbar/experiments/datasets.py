@@ -3,8 +3,8 @@
 Formats: *IDX* (MNIST and its likes), the *records* of CIFAR-10's binary version (a label byte, then 3 · 32 · 32 bytes
 of red, green and blue), NumPy arrays, and *grids*: one lossless picture of 32 × 32 tiles, row by row.
 
-A digest belongs to the content and not to its packing: an IDX file is digested decompressed, a grid as the records
-that it amounts to, KMNIST's arrays as the IDX files that they amount to.
+A digest belongs to the content and not to its packing: an IDX file is digested decompressed, a grid as the equivalent
+records, KMNIST's arrays as the equivalent IDX files.
 
 The readers look in the usual subfolders of `folder`, then in `folder` itself; `verify=False` takes files as they are.
 """
@@ -80,7 +80,7 @@ class Split:
 
 @dataclass(frozen=True)
 class _Source:
-    """A data set: its name, the folders that it usually lies in, and in words where to get it."""
+    """A data set: its name, its usual folders, and in words where to get it."""
 
     title: str
     folders: tuple[str, ...]
@@ -221,9 +221,9 @@ def _find(folder: Path, source: _Source, *choices: tuple[str, ...]) -> list[Path
         for place in places:
             plain = [place / name for name in choice]
             packed = [path.with_name(f"{path.name}.gz") if path.name.endswith("ubyte") else path for path in plain]
-            found = [one if one.is_file() else other for one, other in zip(plain, packed, strict=True)]
-            if all(path.is_file() for path in found):
-                return found
+            paths = [one if one.is_file() else other for one, other in zip(plain, packed, strict=True)]
+            if all(path.is_file() for path in paths):
+                return paths
     names = "; or ".join(", ".join(choice) for choice in choices)
     raise DataError(
         f"{source.title} was not found. Expected the files {names} (…ubyte also with .gz), together in one of the "
@@ -236,11 +236,11 @@ def _require_digest(source: _Source, name: str, path: Path, content: bytes, veri
         return
     expected = _DIGESTS[f"{source.title}/{name}"]
     algorithm = "md5" if len(expected) == 32 else "sha1"
-    found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
-    if found != expected:
-        owner = next((known for known, digest in _DIGESTS.items() if digest == found), "damaged, or something else")
+    actual = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
+    if actual != expected:
+        owner = next((entry for entry, digest in _DIGESTS.items() if digest == actual), "damaged, or something else")
         raise DataError(
-            f"The content of {path} has the {algorithm.upper()} digest {found}; expected {expected}, that of "
+            f"The content of {path} has the {algorithm.upper()} digest {actual}; expected {expected}, that of "
             f"{source.title}. It is {owner}. Download it again from {source.origin}."
         )
 
@@ -268,7 +268,7 @@ def _idx_images(source: _Source, names: tuple[str, str], paths: list[Path], veri
 
 
 def _idx_content(path: Path) -> bytes:
-    """The bytes of an IDX file, decompressed; those of an .npz file with one array, as the IDX file it amounts to."""
+    """The bytes of an IDX file, decompressed; those of an .npz file with one array, as the equivalent IDX file."""
     if path.suffix == ".npz":
         (array,) = _arrays(path, "arr_0")
         if array.dtype != np.uint8:
@@ -280,14 +280,16 @@ def _idx_content(path: Path) -> bytes:
 def _parsed_idx(content: bytes, path: Path) -> UInt8[Tensor, "..."]:
     """Two zero bytes, the type, the number of dimensions, their sizes as big-endian 32-bit numbers, the elements."""
     if content[:3] != b"\0\0\x08" or content[3:4] in (b"", b"\0"):
-        begin = content[:4].hex(" ") or "nothing"
-        raise DataError(f"{path} begins with {begin}; expected 00 00 08 and a rank: an IDX file of unsigned bytes.")
+        start_bytes = content[:4].hex(" ") or "nothing"
+        raise DataError(
+            f"{path} begins with {start_bytes}; expected 00 00 08 and a rank: an IDX file of unsigned bytes."
+        )
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    expected = start + math.prod(shape)
-    if len(content) < start or len(content) != expected:
+    size = start + math.prod(shape)
+    if len(content) < start or len(content) != size:
         form = " × ".join(str(length) for length in shape)
-        raise DataError(f"{path} has {len(content)} bytes; its header announces {form}, {expected} bytes. {_DAMAGED}")
+        raise DataError(f"{path} has {len(content)} bytes; its header announces {form}, {size} bytes. {_DAMAGED}")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).copy()).reshape(shape)
 
 
@@ -306,7 +308,7 @@ def _record_images(content: bytes, path: Path) -> Images:
 
 
 def _tiles(path: Path, count: int) -> UInt8[Tensor, "N 3 32 32"]:
-    """The first `count` tiles of a grid; what fills its last row is dropped."""
+    """The first `count` tiles of a grid; the filler of its last row is dropped."""
     try:
         from PIL import Image
     except ImportError as missing:
@@ -354,8 +356,8 @@ def _arrays(path: Path, *keys: str) -> list[np.ndarray[Any, Any]]:
             with np.lib.npyio.NpzFile(file, allow_pickle=False) as arrays:
                 return [arrays[key] for key in keys]
     except _UNREADABLE as error:
-        expected = f"an .npz file with {', '.join(keys)}" if keys else "an .npy file"
-        raise DataError(f"Cannot read {path}: {error}. Expected {expected}, without pickled objects.") from error
+        expectation = f"an .npz file with {', '.join(keys)}" if keys else "an .npy file"
+        raise DataError(f"Cannot read {path}: {error}. Expected {expectation}, without pickled objects.") from error
 
 
 def _labels(where: Path | str, array: np.ndarray[Any, Any], *, classes: int | None = None) -> Int[Tensor, " N"]:

@@ -38,9 +38,9 @@ def scores(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, An
 
 
 def accuracy_at(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"], coverage: float) -> float:
-    """The accuracy among the most confident share of the inputs."""
-    kept = pmf.amax(1).argsort(descending=True, stable=True)[: math.ceil(coverage * len(pmf))]
-    return metrics.accuracy(pmf[kept], labels[kept])
+    """The accuracy on the most confident share of the inputs."""
+    rows = pmf.amax(1).argsort(descending=True, stable=True)[: math.ceil(coverage * len(pmf))]
+    return metrics.accuracy(pmf[rows], labels[rows])
 
 
 def reliability(pmf: Float[Tensor, "N M"], labels: Int[Tensor, " N"]) -> dict[str, list[float | None]]:

@@ -39,12 +39,12 @@ _SCORE = " · "
 
 def checked(result: Any) -> Result:
     """The result, if it has what every figure needs."""
-    wanted = {"experiment": str, "methods": Mapping, "runs": Sequence}
-    for part, kind in wanted.items():
-        found = result.get(part) if isinstance(result, Mapping) else None
-        if not isinstance(found, kind):
+    required_types = {"experiment": str, "methods": Mapping, "runs": Sequence}
+    for part, kind in required_types.items():
+        value = result.get(part) if isinstance(result, Mapping) else None
+        if not isinstance(value, kind):
             raise DataError(
-                f"The result has {type(found).__name__} as {part!r}; expected a {kind.__name__.lower()}. Pass the "
+                f"The result has {type(value).__name__} as {part!r}; expected a {kind.__name__.lower()}. Pass the "
                 "content of a result file: json.loads(path.read_text())."
             )
     return result  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class Shift:
 
 def shifts(result: Result) -> dict[str, Shift]:
     """Kind of shift → measures."""
-    found: dict[str, Shift] = {}
+    by_kind: dict[str, Shift] = {}
     for kind in _keys(run.get("shift", {}) for run in result["runs"]):
         runs = [run["shift"][kind] for run in result["runs"] if kind in run.get("shift", {})]
         severity = runs[0]["severity"]
@@ -142,8 +142,8 @@ def shifts(result: Result) -> dict[str, Shift]:
             of_seeds = {m: [run[measure][m] for run in runs if m in run.get(measure, {})] for m in methods}
             if of_seeds:
                 measures[measure] = {m: numbers(values) for m, values in of_seeds.items()}
-        found[kind] = Shift(severity, measures)
-    return found
+        by_kind[kind] = Shift(severity, measures)
+    return by_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,15 +160,15 @@ def roc_curves(result: Result) -> dict[str, dict[str, MeanCurve]]:
 
     The areas are those of all seeds, also where only the first has kept its curve. Of very many curves a selection.
     """
-    found: dict[str, dict[str, MeanCurve]] = {}
+    by_dataset: dict[str, dict[str, MeanCurve]] = {}
     for dataset in _keys(run.get("roc", {}) for run in result["runs"]):
         runs = [run["roc"][dataset] for run in result["runs"] if dataset in run.get("roc", {})]
         for label in _selected(_keys(runs)):
             seeds = [run[label] for run in runs if label in run]
             areas = numbers(_areas(result, dataset, label) or [seed["auroc"] for seed in seeds])
             x, y = _mean_curve([(seed["fpr"], seed["tpr"]) for seed in seeds])
-            found.setdefault(dataset, {})[label] = MeanCurve([0.0, *x], [0.0, *y], areas)
-    return found
+            by_dataset.setdefault(dataset, {})[label] = MeanCurve([0.0, *x], [0.0, *y], areas)
+    return by_dataset
 
 
 def _selected(labels: Sequence[str]) -> Sequence[str]:
@@ -183,8 +183,8 @@ def _selected(labels: Sequence[str]) -> Sequence[str]:
 def _areas(result: Result, dataset: str, label: str) -> list[float]:
     """AUROCs of all seeds, from where the tables have them: dataset → score → method."""
     method, _, score = label.partition(_SCORE)
-    found = [run.get("outliers", {}).get(dataset, {}).get(score, {}).get(method) for run in result["runs"]]
-    return [area for area in found if area is not None]
+    areas = [run.get("outliers", {}).get(dataset, {}).get(score, {}).get(method) for run in result["runs"]]
+    return [area for area in areas if area is not None]
 
 
 def method_and_score(result: Result, label: str) -> tuple[str, str]:
@@ -258,8 +258,8 @@ def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _ordered(result: Result, methods: Iterable[str]) -> list[str]:
     """In the order of the result's methods; what is not among them comes last."""
-    found = list(methods)
-    return [m for m in result["methods"] if m in found] + [m for m in found if m not in result["methods"]]
+    order = list(methods)
+    return [m for m in result["methods"] if m in order] + [m for m in order if m not in result["methods"]]
 
 
 def shown(methods: Sequence[str], *, everything: bool) -> list[str]:

@@ -40,7 +40,7 @@ _NARROW: dict[str, Any] = {"width": 22, "max_lines": 2, "placeholder": "…"}
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Every figure that the result has values for, in `folder` as PDF and PNG, e.g. mnist-reliability.png.
+    """Every figure for which the result has values, in `folder` as PDF and PNG, e.g. mnist-reliability.png.
 
     The files depend on the result and on nothing else: the same result gives the same bytes.
     """
@@ -114,7 +114,7 @@ def _picture(image: Any) -> Float[Tensor, "H W *rgb"]:
 
 
 def shift(result: Result, *, everything: bool = False) -> Figure | None:
-    """One row a measure, one column a kind of shift; of the main methods, or of all where they are more."""
+    """One row per measure, one column per kind of shift; of the main methods, or of all where these are more."""
     kinds = values.shifts(result)
     found_methods = dict.fromkeys(m for kind in kinds.values() for each in kind.measures.values() for m in each)
     methods = values.shown(list(found_methods), everything=everything)
@@ -126,15 +126,15 @@ def shift(result: Result, *, everything: bool = False) -> Figure | None:
     width = PAGE if len(kinds) > 1 else COLUMN
     figure = new_figure((width, 1.4 * len(rows) + 0.4 + key_height(names, width)))
     grid = figure.subplots(len(rows), len(kinds), squeeze=False, sharex="col")
-    for column, (kind, found) in enumerate(kinds.items()):
+    for column, (kind, shift_values) in enumerate(kinds.items()):
         for row, measure in enumerate(rows):
             ax = grid[row, column]
-            by_method = found.measures.get(measure)
+            by_method = shift_values.measures.get(measure)
             if by_method is None:
                 ax.axis("off")
                 continue
             named = {values.name_of(result, m): _UNITS[measure] * by_method[m] for m in methods if m in by_method}
-            plots.shift(found.severity, named, kind="", measure="", looks=looks, key=False, ax=ax)
+            plots.shift(shift_values.severity, named, kind="", measure="", looks=looks, key=False, ax=ax)
             if column == 0:
                 ax.set_ylabel(_LABELS[measure], fontsize=TEXT)
             if measure != "accuracy":
@@ -158,7 +158,7 @@ def _one_scale(row: Sequence[Axes]) -> None:
 
 
 def roc(result: Result) -> Figure | None:
-    """One panel a dataset, one curve a score; the key is a table of the AUROCs."""
+    """One panel per dataset, one curve per score; the key is a table of the AUROCs."""
     datasets = values.roc_curves(result)
     if not datasets:
         return None
@@ -189,16 +189,16 @@ def roc(result: Result) -> Figure | None:
 
 
 def _score_looks(result: Result, labels: Sequence[str]) -> dict[str, Style]:
-    """The colour and marker of the method; with several scores a method, the dash tells the scores apart."""
+    """The colour and marker of the method; with several scores per method, the dash distinguishes the scores."""
     looks = values.looks(result)
     parts = {label: values.method_and_score(result, label) for label in labels}
     others = plots.styles([*looks, *(method for method, _ in parts.values())])
     scores = list(dict.fromkeys(score for _, score in parts.values()))
-    found = {}
+    by_label = {}
     for label, (method, score) in parts.items():
         style = looks.get(method, others[method])
-        found[label] = style if len(scores) == 1 else style._replace(dash=DASHES[scores.index(score) % len(DASHES)])
-    return found
+        by_label[label] = style if len(scores) == 1 else style._replace(dash=DASHES[scores.index(score) % len(DASHES)])
+    return by_label
 
 
 def _table_width(result: Result, labels: Sequence[str]) -> float:
@@ -240,9 +240,9 @@ def _area_table(
 
 
 def risk_coverage(result: Result) -> Figure | None:
-    """What is left of the errors where the classifiers may decline to answer; means over the seeds."""
-    found = values.risk_coverage(result)
-    curves = {values.name_of(result, m): found[m] for m in values.shown(list(found), everything=False)}
+    """The errors that remain if the classifiers may abstain; means over the seeds."""
+    mean_curves = values.risk_coverage(result)
+    curves = {values.name_of(result, m): mean_curves[m] for m in values.shown(list(mean_curves), everything=False)}
     if not curves:
         return None
     looks = values.looks(result)
@@ -294,7 +294,7 @@ def covariance_scale(result: Result) -> Figure | None:
 
 
 def fusion(result: Result) -> Figure | None:
-    """Scores against the number of frames fused, and one sequence frame by frame with what each method makes of it."""
+    """Scores against the number of frames fused, and one sequence frame by frame with the result of each method."""
     part = result.get("fusion", {})
     curves, strip = part.get("sequences"), part.get("strip")
     heights = ([1.9] if curves else []) + ([0.75, 1.3] if strip else [])
@@ -336,12 +336,12 @@ def _frame_ticks(frames: Sequence[int]) -> list[int]:
 def _strip(
     above: Axes, below: Axes, strip: Mapping[str, Any], looks: Mapping[str, Style], names: Sequence[str] | None
 ) -> None:
-    """Frames of one sequence, and under each the probability of the class that each method holds for the best."""
+    """Frames of one sequence, and under each the probability of the class that each method considers most likely."""
     images, label = strip["images"], strip["label"]
     frames = range(1, len(images) + 1)
     stride = math.ceil(len(images) / _STRIP)
-    shown, half = frames[::stride], 0.46 * stride
-    for frame in shown:
+    pictures, half = frames[::stride], 0.46 * stride
+    for frame in pictures:
         ax = above.inset_axes((frame - half, 0.0, 2 * half, 1.0), transform=above.transData)
         ax.imshow(_picture(images[frame - 1]).numpy(), cmap="gray_r", interpolation="nearest")
         ax.axis("off")
@@ -355,8 +355,8 @@ def _strip(
             face: dict[str, Any] = {"markerfacecolor": look.color if right else "white", "markeredgecolor": look.color}
             heights = [float(probability[frame - 1]) for frame in some]
             below.plot(some, heights, linestyle="none", marker=look.marker, markersize=4.5, **face)
-    below.set(ylim=(0, 1.04), yticks=(0, 0.5, 1), xticks=shown)
-    below.set_xlim(1 - half, max(shown[-1] + half, len(images) + 0.46))
+    below.set(ylim=(0, 1.04), yticks=(0, 0.5, 1), xticks=pictures)
+    below.set_xlim(1 - half, max(pictures[-1] + half, len(images) + 0.46))
     truth = shorten(_class(names, label), 30, placeholder="…")
     below.set_xlabel(f"frame of a sequence labelled {truth}; open marks: another class on top", fontsize=TEXT)
     below.set_ylabel("top probability", fontsize=TEXT)

@@ -1,7 +1,7 @@
 """The methods of the comparison, each from one trained network (or several) to PMFs and outlier scores.
 
-Those of the paper follow it: the diagonal Fisher information (`eta`), T and T_c by ECE. The prior of all, unless the
-name says otherwise, is the one that the weight decay of the training amounts to, and so is not chosen at all.
+The paper's methods follow it: the diagonal Fisher information (`eta`), T and T_c by ECE. Unless its name says
+otherwise, a method's prior corresponds to the weight decay of the training, so it is not chosen at all.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Outcome:
     contrast_variance: Float[Tensor, "N"] | None = None
 
     def outlier_scores(self) -> dict[str, Float[Tensor, "N"]]:
-        found = {
+        scores = {
             "entropy": torch.special.entr(self.pmf).sum(1),
             "maximum probability": -self.pmf.amax(1),
             "mutual information": self.mutual_information,
             "contrast variance": self.contrast_variance,
         }
-        return {name: score for name, score in found.items() if score is not None}
+        return {name: score for name, score in scores.items() if score is not None}
 
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A way to PMFs. `fitted` is what was chosen, on validation data only; `seconds` what it took to prepare."""
+    """A way to PMFs. `fitted` is what was chosen, on validation data only; `seconds` the time to prepare it."""
 
     name: str
     predict: Callable[[Float[Tensor, "N ..."]], Outcome]
@@ -77,19 +77,19 @@ def of_posterior(name: str, posterior: errbar.Posterior, seconds: float) -> Meth
         return Outcome(prediction.pmf, prediction.mutual_information, gaussian.contrast_variance)
 
     precision = posterior.prior.precision
-    fitted = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
+    scales = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
     if isinstance(precision, float | int):
-        fitted["prior_precision"] = float(precision)
-    return Method(name, predict, seconds, fitted, posterior)
+        scales["prior_precision"] = float(precision)
+    return Method(name, predict, seconds, scales, posterior)
 
 
 def of_members(name: str, members: Callable[[Tensor], Float[Tensor, "C N M"]], seconds: float) -> Method:
-    """The mean of several PMFs; mutual information is what they disagree by, H(mean) − mean H."""
+    """The mean of several PMFs; mutual information is their disagreement, H(mean) − mean H."""
 
     def predict(x: Tensor) -> Outcome:
-        each = members(x)
-        pmf = each.mean(0)
-        disagreement = torch.special.entr(pmf).sum(1) - torch.special.entr(each).sum(2).mean(0)
+        pmfs = members(x)
+        pmf = pmfs.mean(0)
+        disagreement = torch.special.entr(pmf).sum(1) - torch.special.entr(pmfs).sum(2).mean(0)
         return Outcome(pmf, disagreement)
 
     return Method(name, predict, seconds)
@@ -105,8 +105,8 @@ def tempered(name: str, network: nn.Module, problem: Problem, objective: str, se
     # Any posterior with T_c = 0 is the plain softmax: the smallest one will do.
     certain = errbar.fit(network, batched(problem.validation), last_layers=1).with_calibration(covariance_scale=0.0)
     T = calibrated(certain, problem, objective, ("temperature",)).temperature
-    fitted = {"temperature": T}
-    return Method(name, lambda x: Outcome(softmax_pmf(network, x, T)), seconds + watch.seconds(), fitted)
+    scales = {"temperature": T}
+    return Method(name, lambda x: Outcome(softmax_pmf(network, x, T)), seconds + watch.seconds(), scales)
 
 
 def ensemble(members: Sequence[nn.Module], seconds: float) -> Method:
@@ -160,13 +160,13 @@ def posteriors(network: nn.Module, problem: Problem, seconds: float) -> Iterator
 
 def calibrated(posterior: errbar.Posterior, problem: Problem, objective: str, fit: tuple[str, ...]) -> errbar.Posterior:
     with warnings.catch_warnings():
-        # At its bound T_c is reported as it is; the tables show it.
+        # T_c at its bound is not a warning here; the tables show it.
         warnings.simplefilter("ignore", errbar.CalibrationWarning)
         return errbar.calibrate(posterior, batched(problem.validation), objective=objective, fit=fit)
 
 
 class _Watch:
-    """Seconds since it was made, with the device's work done."""
+    """Seconds since it was created, after the device has finished its work."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()

@@ -1,6 +1,6 @@
 """The networks of the paper's experiments.
 
-They share their end: fully connected layers of width 100, 40 and 10. The parameters of the last two of them,
+They share their last layers: fully connected layers of width 100, 40 and 10. The parameters of the last two of them,
 100·40 + 40 + 40·10 + 10 = 4450, are the θ_r whose covariance is computed (section "Classification setup").
 Widths that the paper leaves open are the defaults here.
 """

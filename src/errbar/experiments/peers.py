@@ -1,4 +1,4 @@
-"""laplace-torch in the same comparison, through its own interface. Used where it is installed, and never required."""
+"""laplace-torch in the same comparison, through its own interface. Used if it is installed, never required."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def laplace_methods(network: nn.Module, problem: Problem, seconds: float) -> Ite
         default = Laplace(copy.deepcopy(network), "classification")
         default.fit(train)
         default.optimize_prior_precision()
-        taken = seconds + time.perf_counter() - start
-        yield "laplace_default", _tried(problem, "laplace-torch, default", default, taken)
+        total_seconds = seconds + time.perf_counter() - start
+        yield "laplace_default", _tried(problem, "laplace-torch, default", default, total_seconds)
         start = time.perf_counter()
         # Its default backend cannot make a full matrix on a GPU (version 0.3: an identity is left on the CPU).
         tuned = Laplace(copy.deepcopy(network), "classification", hessian_structure="full", backend=BackPackGGN)
@@ -43,13 +43,13 @@ def laplace_methods(network: nn.Module, problem: Problem, seconds: float) -> Ite
         tuned.optimize_prior_precision(
             method="gridsearch", val_loader=validation, pred_type="glm", link_approx="mc", n_samples=1000
         )
-        taken = seconds + time.perf_counter() - start
+        total_seconds = seconds + time.perf_counter() - start
         options = {"link_approx": "mc", "n_samples": 1000}
-        yield "laplace_tuned", _tried(problem, "laplace-torch, tuned", tuned, taken, **options)
+        yield "laplace_tuned", _tried(problem, "laplace-torch, tuned", tuned, total_seconds, **options)
 
 
 def _tried(problem: Problem, name: str, laplace: Any, seconds: float, **options: Any) -> Method:
-    """A method that has predicted once: it factorises only then, and may fail at it."""
+    """A method that has predicted once: only then does laplace-torch factorise, which may fail."""
     method = _method(name, laplace, seconds, **options)
     method(problem.validation.x[:2])
     return method

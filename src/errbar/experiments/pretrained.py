@@ -42,7 +42,7 @@ class _FromPixels(nn.Module):
 def pretrained(options: RunOptions) -> dict[str, Any]:
     """Calibrate on one half of the test data and report on the other, for several choices of parameters.
 
-    The runs differ in how the halves are drawn: the network is what it is.
+    The runs differ only in how the halves are drawn: the network is the same.
     """
     start = time.perf_counter()
     if options.data is None:
@@ -75,11 +75,11 @@ def pretrained(options: RunOptions) -> dict[str, Any]:
         )
 
     def compare(seed: int, title: str) -> dict[str, Any]:
-        compared = _methods(network, problem(seed))
-        found = evaluate(compared, problem(seed), title=title, progress=options.progress)
+        method_by_key = _methods(network, problem(seed))
+        results = evaluate(method_by_key, problem(seed), title=title, progress=options.progress)
         if seed > 0:
-            del found["roc"]
-        return {"methods": {key: method.name for key, method in compared.items()}, **found}
+            del results["roc"]
+        return {"methods": {key: method.name for key, method in method_by_key.items()}, **results}
 
     def compute(seed: int, parts: Parts) -> dict[str, Any]:
         title = f"Half {seed + 1} of {options.count()}"
@@ -131,9 +131,9 @@ def find_weights(folder: Path, name: str) -> Path:
     """The published weights in a folder of data, or one sentence about where they come from."""
     places = [folder, folder / "pretrained_cifar10"]
     for place in places:
-        found = sorted(place.glob(f"{name}-*.th"))
-        if found:
-            return found[0]
+        paths = sorted(place.glob(f"{name}-*.th"))
+        if paths:
+            return paths[0]
     raise DataError(
         f"No weights of {name}: looked for {name}-*.th in {' and '.join(map(str, places))}. They come from the "
         "repository akamaster/pytorch_resnet_cifar10 on GitHub, folder pretrained_models."

@@ -24,7 +24,7 @@ _SMALL = (8, 8, 16, 16, 32, 32)
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """F frames of each of N objects, in the order in which they were met."""
+    """F frames of each of N objects, in the order of recording."""
 
     frames: Float[Tensor, "N F C H W"]
     labels: Int[Tensor, " N"]
@@ -32,7 +32,7 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """A problem, and what else it has: sequences to fuse, pictures to contaminate the training data with."""
+    """A problem, with sequences to fuse and pictures with which to contaminate the training data."""
 
     problem: Problem
     sequences: tuple[Sequences, Sequences] | None = None  # validation, test

@@ -1,7 +1,7 @@
 """`errbar reproduce`: train, compare, fuse, clean, draw; a result file from which tables and figures follow.
 
-Each run (seed) trains its own networks. They are kept, and so is each part of a run: an interrupted experiment goes on
-where it was.
+Each run (seed) trains its own networks. They are kept, and so is each part of a run: an interrupted experiment
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def reproduce(options: RunOptions) -> dict[str, Any]:
 
 
 def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: bool, parts: Parts) -> dict[str, Any]:
-    """Everything that one seed gives; the first also pictures and curves."""
+    """All results of one seed; the first also has pictures and curves."""
     problem, title = experiment.problem, f"Run {seed + 1} of {count}"
     base = seed * _RUN
     run = {"seed": seed, **parts("comparison", lambda: _compare(problem, folder, seed, title, progress))}
 
-    # Made when a part needs them, and not where all of these parts are kept.
+    # Computed only when a part that is not kept needs them.
     @cache
     def network() -> nn.Module:
         return trained(problem, problem.train, folder, base)[0]
@@ -94,9 +94,9 @@ def _compare(problem: Problem, folder: Path, seed: int, title: str, progress: bo
     base = seed * _RUN
     members, seconds = [], []
     for number in track(range(problem.members), f"{title}: training the ensemble", enabled=progress):
-        network, taken = trained(problem, problem.train, folder, base + number)
+        network, duration = trained(problem, problem.train, folder, base + number)
         members.append(network)
-        seconds.append(taken)
+        seconds.append(duration)
     with_dropout, dropout_seconds = trained(problem, problem.train, folder, base + _DROPOUT, problem.recipe.dropout)
     network, one = members[0], seconds[0]
     compared: dict[str, Method] = {
@@ -106,21 +106,21 @@ def _compare(problem: Problem, folder: Path, seed: int, title: str, progress: bo
         "dropout": methods.dropout(with_dropout, problem.dropout_samples, seed, dropout_seconds),
         "temperature_nll": methods.tempered("temp. scaling, T by NLL", network, problem, "nll", one),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if peers.available():
         try:
             compared.update(peers.laplace_methods(network, problem, one))
-        except Exception as error:  # whatever a peer cannot do is reported, and must not stop the rest
-            found["peers_failed"] = f"{type(error).__name__}: {error}"
-    fitting = methods.posteriors(network, problem, one)
-    compared.update(track(fitting, f"{title}: fitting posteriors", total=9, enabled=progress))
+        except Exception as error:  # a peer's failure is reported, and must not stop the rest
+            results["peers_failed"] = f"{type(error).__name__}: {error}"
+    posteriors = methods.posteriors(network, problem, one)
+    compared.update(track(posteriors, f"{title}: fitting posteriors", total=9, enabled=progress))
     order = ["standard", "temperature", "ensemble", "dropout", "proposed", "proposed_tc"]
     compared = {key: compared[key] for key in [*order, *(key for key in compared if key not in order)]}
-    found["methods"] = {key: method.name for key, method in compared.items()}
-    found.update(evaluate(compared, problem, title=title, progress=progress))
+    results["methods"] = {key: method.name for key, method in compared.items()}
+    results.update(evaluate(compared, problem, title=title, progress=progress))
     if seed > 0:
-        del found["roc"]
-    return found
+        del results["roc"]
+    return results
 
 
 def _draws(problem: Problem) -> int:
@@ -134,14 +134,14 @@ def _decay(problem: Problem) -> errbar.Prior:
 
 def main_posterior(network: nn.Module, problem: Problem, samples: Samples) -> errbar.Posterior:
     """What errbar recommends: the exact Fisher information, T and T_c by NLL on the validation data."""
-    fitted = errbar.fit(network, batched(samples), last_layers=2, prior=_decay(problem))
-    return methods.calibrated(fitted, problem, "nll", ("temperature", "covariance_scale"))
+    posterior = errbar.fit(network, batched(samples), last_layers=2, prior=_decay(problem))
+    return methods.calibrated(posterior, problem, "nll", ("temperature", "covariance_scale"))
 
 
 def trained(
     problem: Problem, samples: Samples, folder: Path, seed: int, dropout: float = 0.0, kind: str = "network"
 ) -> tuple[nn.Module, float]:
-    """A network of the problem, trained on `samples`, or the one kept from an earlier time."""
+    """A network of the problem, trained on `samples`, or the one kept from an earlier run."""
     recipe = problem.recipe
     with torch.random.fork_rng(devices=[]):
         template = problem.network(dropout).to(problem.device)
@@ -181,18 +181,18 @@ def fusion(
 ) -> dict[str, Any]:
     """Frames of one object, and two classifiers that were trained on different halves of the data."""
     problem = experiment.problem
-    held_out, shown = _sequences(experiment)
+    held_out, test_sequences = _sequences(experiment)
     noise = sequences.frame_noise(posterior, held_out[0])
     correlation = sequences.frame_correlation(posterior, *held_out)
-    study = sequences.study(posterior, *shown, noise=noise, correlation=correlation, progress=progress)
-    found: dict[str, Any] = {"sequences": {**study, "correlation": correlation}}
+    study = sequences.study(posterior, *test_sequences, noise=noise, correlation=correlation, progress=progress)
+    results: dict[str, Any] = {"sequences": {**study, "correlation": correlation}}
     classifiers = []
     for part in (0, 1):
         half = problem.train.take(slice(part, None, 2))
         network, _ = trained(problem, half, folder, base + _OTHER + part, kind="half")
         classifiers.append(main_posterior(network, problem, half))
-    found["classifiers"] = sequences.two_classifiers(classifiers, problem.test.x, problem.test.y)
-    return found
+    results["classifiers"] = sequences.two_classifiers(classifiers, problem.test.x, problem.test.y)
+    return results
 
 
 def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -200,16 +200,16 @@ def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
     if experiment.sequences is not None:
         return tuple((part.frames, part.labels) for part in experiment.sequences)
     frames, most = experiment.views
-    found = []
+    parts = []
     for seed, (x, y) in enumerate((experiment.problem.validation, experiment.problem.test)):
         count = min(most, len(y))
-        moved = views(x[:count].cpu(), frames, degrees=10.0, pixels=1.0, noise=0.1, seed=seed)
-        found.append((moved.to(x.device), y[:count]))
-    return tuple(found)
+        frames_of_pictures = views(x[:count].cpu(), frames, degrees=10.0, pixels=1.0, noise=0.1, seed=seed)
+        parts.append((frames_of_pictures.to(x.device), y[:count]))
+    return tuple(parts)
 
 
 def strip(experiment: Experiment, posterior: errbar.Posterior) -> dict[str, Any]:
-    """One sequence with the PMFs of each method after each of its frames: the one whose first frame is least sure."""
+    """The sequence with the least confident first frame, with the PMFs of each method after each frame."""
     held_out, (frames, labels) = _sequences(experiment)
     noise = sequences.frame_noise(posterior, held_out[0])
     doubt = posterior.logits(frames[:, 0]).predict().confidence.argmin()
@@ -231,7 +231,7 @@ def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) ->
     network, _ = trained(problem, dirty, folder, base, kind="dirty")
     posterior = errbar.fit(network, batched(dirty), last_layers=2, prior=_decay(problem))
     ranking = cleaning.rank(posterior, dirty.x, dirty.y, progress=progress)
-    found: dict[str, Any] = {"ranking": cleaning.report(ranking, kind), "retrained": {}}
+    results: dict[str, Any] = {"ranking": cleaning.report(ranking, kind), "retrained": {}}
     count = int((kind > 0).sum())
     removed: dict[str, Tensor] = {}
     for name in ("suspicion plus entropy", "label suspicion", "loss plus entropy"):
@@ -239,17 +239,17 @@ def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) ->
     removed["what is wrong"] = (kind > 0).nonzero()[:, 0]
     networks = {"nothing": network}
     for name, rows in removed.items():
-        keep = torch.ones(len(kind), dtype=torch.bool)
-        keep[rows] = False
-        rest = dirty.take(keep.nonzero()[:, 0].to(device))
+        mask = torch.ones(len(kind), dtype=torch.bool)
+        mask[rows] = False
+        rest = dirty.take(mask.nonzero()[:, 0].to(device))
         networks[name], _ = trained(problem, rest, folder, base, kind=f"without {name}".replace(" ", "-"))
     for name, again in networks.items():
-        found["retrained"][name] = scores(methods.standard(again, 0.0)(problem.test.x).pmf, problem.test.y)
-    return found
+        results["retrained"][name] = scores(methods.standard(again, 0.0)(problem.test.x).pmf, problem.test.y)
+    return results
 
 
 def illustration(posterior: errbar.Posterior, problem: Problem) -> list[dict[str, Any]]:
-    """The paper's Figure 1: a sure input, then two ambiguous ones with similar PMFs and unlike logits."""
+    """The paper's Figure 1: a certain input, then two ambiguous ones with similar PMFs and different logits."""
     x, y = problem.test.x[:2000], problem.test.y[:2000]
     gaussian = posterior.logits(x)
     prediction = gaussian.predict()

@@ -56,9 +56,9 @@ class Parts:
         self._made_with: list[dict[str, Any]] = []
         self._done: dict[str, Any] = {}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["of"] == self._identity:
-                self._done, self._made_with = found["parts"], found["made_with"]
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["of"] == self._identity:
+                self._done, self._made_with = content["parts"], content["made_with"]
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
         if name not in self._done:
@@ -98,11 +98,11 @@ def kept_run(
 
 
 def finished_runs(options: RunOptions, description: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs that are kept, in the order of their seeds."""
+    """The kept runs, in the order of their seeds."""
     paths = (options.output / "runs").glob(f"{options.stem}-*.json")
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    same = [run for run in found if run.pop("of") == _identity(description)]
-    return sorted(same, key=lambda run: int(run["seed"]))
+    all_runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    own_runs = [run for run in all_runs if run.pop("of") == _identity(description)]
+    return sorted(own_runs, key=lambda run: int(run["seed"]))
 
 
 def assembled(options: RunOptions, description: dict[str, Any]) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    """What has to be equal for runs to be of one experiment."""
+    """What must be equal for runs to belong to one experiment."""
     identity: dict[str, Any] = rounded({key: description[key] for key in ("experiment", "quick", "settings")})
     return identity
 
 
 def described(options: RunOptions, problem: Problem) -> dict[str, Any]:
-    """What a result is of: settings, versions, machine."""
+    """The description of a result: settings, versions, machine."""
     return {
         "experiment": options.name,
         "quick": options.quick,
@@ -155,7 +155,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Six significant digits are more than any of this is worth."""
+    """Six significant digits: more than the results warrant."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if value == value else None
     if isinstance(value, dict):

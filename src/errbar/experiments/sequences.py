@@ -1,16 +1,16 @@
-"""Several frames of one object, and several classifiers of one picture: what each way to put them together is worth.
+"""Several frames of one object, and several classifiers of one picture: how good each way of fusing them is.
 
 Two things are missing from the paper's P = (HᵀR⁻¹H)⁻¹, ĝ = P HᵀR⁻¹z for frames, R_ij = J_i P J_jᵀ.
 
 A frame's own variation. The model is ĝ_c = g + J_c (θ̂ − θ): every difference ĝ_i − ĝ_j is an error of the parameters.
 But frames are different pictures. For near-copies (J_i − J_j) P (J_i − J_j)ᵀ ≈ 0 in some directions, R is almost
 singular, and the weights P HᵀR⁻¹, which sum to I, are large with both signs: the estimate extrapolates from
-differences that R does not know of. With ĝ_c = g + e_c + J_c (θ̂ − θ), e_c ~ N(0, Σ_e), it is R + I ⊗ Σ_e, with
+differences that R does not contain. With ĝ_c = g + e_c + J_c (θ̂ − θ), e_c ~ N(0, Σ_e), it is R + I ⊗ Σ_e, with
 eigenvalues no smaller than those of Σ_e. `frame_noise` estimates Σ_e.
 
-Evidence that grows. An average of logits is as sure as one frame, however many there are. Let the logits of an object
-of class y be μ_y + b + e_c with covariances ρΣ of b, which the frames share, and (1 − ρ)Σ of e_c. The mean of C frames
-has covariance Σ (1 + (C − 1)ρ)/C, so the log-odds are those of one frame with the same logits times
+Evidence that grows. An average of logits is as certain as one frame, however many there are. Let the logits of an
+object of class y be μ_y + b + e_c with covariances ρΣ of b, which the frames share, and (1 − ρ)Σ of e_c. The mean of C
+frames has covariance Σ (1 + (C − 1)ρ)/C, so the log-odds are those of one frame with the same logits times
     κ_C = C/(1 + (C − 1)ρ),
 from 1 for copies (ρ = 1, the average) to C for frames independent given the class (ρ = 0, the product of PMFs), where
 all classes are equally frequent. `frame_correlation` estimates ρ. Both take held-out sequences.
@@ -144,7 +144,7 @@ def with_frame_noise(joint: JointLogits, noise: Float[Tensor, "M M"]) -> JointLo
 def gaussians(
     joints: Sequence[JointLogits], noise: Float[Tensor, "M M"] | None = None
 ) -> dict[str, list[LogitGaussian]]:
-    """Method → for C = 1 … F the fused logits of all sequences, one a row.
+    """Method → for C = 1 … F the fused logits of all sequences, one per row.
 
     - "latest", "first": the C-th and the first frame alone;
     - "independent": P = (Σ P_c⁻¹)⁻¹, ĝ = P Σ P_c⁻¹ ĝ_c, as if each frame had parameters of its own;
@@ -286,7 +286,7 @@ def decisions(
 ) -> dict[str, float]:
     """Each sequence is decided at the first frame whose certainty exceeds the threshold, for its label there.
 
-    `frames` is the mean number looked at, F where it is never decided; `decided` the share that is; `error` the error
+    `frames` is the mean number seen, F if it is never decided; `decided` the share that is; `error` the error
     rate of those, left out where there are none; `error_of_all` counts the undecided by their label at frame F.
     """
     length = len(certainty)

@@ -1,4 +1,4 @@
-"""Trained networks on disk, so that an interrupted experiment goes on where it was."""
+"""Trained networks on disk, so that an interrupted experiment continues where it stopped."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from errbar._base.atomic import write_file
 def kept(
     path: Path, recipe: Mapping[str, Any], template: nn.Module, train: Callable[[], nn.Module]
 ) -> tuple[nn.Module, float]:
-    """The network at `path` if it was made by this `recipe`, and else the one that `train` makes, kept there; and the
-    seconds that its training took."""
+    """The network at `path` if it comes from this `recipe`, otherwise one from `train`, which is then kept there; and
+    the seconds that its training took."""
     text = json.dumps(dict(recipe), sort_keys=True)
-    found = _load(path, text)
-    if found is not None:
-        template.load_state_dict(found[0])
-        return template.eval(), found[1]
+    state_and_seconds = _load(path, text)
+    if state_and_seconds is not None:
+        template.load_state_dict(state_and_seconds[0])
+        return template.eval(), state_and_seconds[1]
     start = time.perf_counter()
     network = train()
     seconds = time.perf_counter() - start
@@ -34,7 +34,7 @@ def kept(
 
 
 def _load(path: Path, recipe: str) -> tuple[dict[str, torch.Tensor], float] | None:
-    """None where there is no such file, or one of another recipe, or half of one."""
+    """None if there is no such file, or it has another recipe or is incomplete."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The structures of the posterior beside each other: more parameters approximately, or fewer of them exactly.
+"""The structures of the posterior compared: more parameters approximately, or fewer exactly.
 
 All with the exact Fisher information, the prior by evidence, and T and T_c by NLL on the validation data.
 """
@@ -22,9 +22,9 @@ from errbar.experiments.methods import batched, calibrated, of_posterior
 from errbar.experiments.problem import Problem
 from errbar.experiments.runs import Parts
 
-# A layer of a large network with shared weights takes its derivative by all of them, for each input, with `kron`. The
-# other structures take longer for all of such a network than all methods together: fewer outliers are looked at, and in
-# the first run alone.
+# With `kron`, a layer of a large network with shared weights needs the derivative by all of them for each input. The
+# other structures of such a whole network take longer than all methods together: they get fewer outliers, and only in
+# the first run.
 _LARGE = 1_000_000
 _FEW_OUTLIERS = 2500
 _WHOLE = {"parameters": "all"}
@@ -32,7 +32,7 @@ _WHOLE = {"parameters": "all"}
 
 @dataclass(frozen=True)
 class Choice:
-    """Which parameters, and how their information is kept."""
+    """Which parameters, and the structure of their information."""
 
     name: str
     structure: str
@@ -66,15 +66,15 @@ def study(
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Scores on the test data, AUROC against the outliers, and cost, of each choice."""
-    wanted = track(list(choices(network, heads, first_run=first_run)), f"{title}: structures", enabled=progress)
-    return [parts(f"structure: {choice.name}", partial(_one, network, problem, choice)) for choice in wanted]
+    candidates = track(list(choices(network, heads, first_run=first_run)), f"{title}: structures", enabled=progress)
+    return [parts(f"structure: {choice.name}", partial(_one, network, problem, choice)) for choice in candidates]
 
 
 def _one(network: nn.Module, problem: Problem, choice: Choice) -> dict[str, Any]:
     start = time.perf_counter()
     information = _information(network, problem, choice)
     with warnings.catch_warnings():
-        # A prior at the edge of the candidates is reported as it is.
+        # A prior at the edge of the candidates is not a warning here.
         warnings.simplefilter("ignore", errbar.CalibrationWarning)
         prior = errbar.choose_prior(information, precisions=problem.priors)
     posterior = errbar.condition(information, prior)
@@ -87,7 +87,7 @@ def _one(network: nn.Module, problem: Problem, choice: Choice) -> dict[str, Any]
     start = time.perf_counter()
     outcome = method(problem.test.x)
     inside, labels = outcome.outlier_scores(), problem.test.y
-    predicting = time.perf_counter() - start
+    predict_seconds = time.perf_counter() - start
     areas: dict[str, dict[str, float]] = {}
     few = _FEW_OUTLIERS if information.n_parameters > _LARGE else None
     for name, foreign in problem.outliers.items():
@@ -105,15 +105,15 @@ def _one(network: nn.Module, problem: Problem, choice: Choice) -> dict[str, Any]
         "auroc": areas,
         "fitted": method.fitted,
         "fit_seconds": seconds,
-        "predict_seconds": predicting / len(labels),
+        "predict_seconds": predict_seconds / len(labels),
     }
 
 
 def _information(network: nn.Module, problem: Problem, choice: Choice) -> errbar.Information:
-    """Of all training data; of a whole network by as many as the problem says, counted as if they were all."""
-    train, few = problem.train, problem.whole_network_samples
+    """From all training data; for a whole network from as many as the problem says, scaled to all."""
+    train, limit = problem.train, problem.whole_network_samples
     count = len(train.y)
-    if not choice.is_whole or few >= count:
+    if not choice.is_whole or limit >= count:
         return errbar.collect(network, batched(train), structure=choice.structure, **choice.select)
-    some = train.take(torch.arange(few, device=problem.device) * count // few)
-    return errbar.collect(network, batched(some), structure=choice.structure, **choice.select) * (count / few)
+    subset = train.take(torch.arange(limit, device=problem.device) * count // limit)
+    return errbar.collect(network, batched(subset), structure=choice.structure, **choice.select) * (count / limit)

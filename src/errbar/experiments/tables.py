@@ -1,6 +1,6 @@
 """Tables from result files, for the terminal and for `docs/results.md`.
 
-In the document a table stands between `<!-- table: EXPERIMENT NAME -->` and `<!-- end -->`; `fill` writes it anew.
+In the document a table stands between `<!-- table: EXPERIMENT NAME -->` and `<!-- end -->`; `fill` rewrites it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def fitted_table(result: Result) -> Table:
 
 
 def outlier_table(result: Result) -> Table:
-    """AUROC in per cent of each method and score, a column a score and a foreign data set."""
+    """AUROC in per cent of each method and score, one column per score and foreign data set."""
     columns = [(name, score) for name, scores in result["runs"][0]["outliers"].items() for score in scores]
     rows = []
     for key, name in result["methods"].items():
@@ -109,16 +109,16 @@ def shift_table(result: Result) -> Table:
 def cost_table(result: Result) -> Table:
     """Seconds to prepare (training included) and to predict, and both relative to the standard network.
 
-    A network that somebody else trained took no time here: nothing can be put in relation to that.
+    A network that was trained elsewhere took no time here, so it has no relative cost.
     """
     runs = result["runs"]
 
-    def seconds(key: str, what: str) -> float:
-        return float(statistics.median(run["cost"][key][what] for run in runs))
+    def seconds(key: str, quantity: str) -> float:
+        return float(statistics.median(run["cost"][key][quantity] for run in runs))
 
-    def relative(key: str, what: str, form: str) -> str:
-        base = seconds("standard", what)
-        return f"{seconds(key, what) / base:{form}}×" if base else "–"
+    def relative(key: str, quantity: str, form: str) -> str:
+        base = seconds("standard", quantity)
+        return f"{seconds(key, quantity) / base:{form}}×" if base else "–"
 
     rows = tuple(
         (
@@ -130,7 +130,7 @@ def cost_table(result: Result) -> Table:
         )
         for key, name in result["methods"].items()
     )
-    headings = ("method", "train and fit, s", "relative", "predict, µs an input", "relative")
+    headings = ("method", "train and fit, s", "relative", "predict, µs per input", "relative")
     return Table(f"Cost on {result['device']}", headings, rows)
 
 
@@ -170,19 +170,19 @@ def fusion_table(result: Result) -> Table:
     """Sequences: accuracy, NLL and ECE after 1, 3 and all frames."""
     runs = [run["fusion"]["sequences"] for run in result["runs"]]
     frames = runs[0]["frames"]
-    shown = sorted({count for count in (1, 3, frames) if count <= frames})
+    counts = sorted({count for count in (1, 3, frames) if count <= frames})
     rows = tuple(
         (
             name,
             *(
                 mean_and_deviation([factor * run["methods"][name][measure][count - 1] for run in runs], form)
                 for measure, factor, form in (("accuracy", 100, ".1f"), ("nll", 1, ".3f"), ("ece", 100, ".1f"))
-                for count in shown
+                for count in counts
             ),
         )
         for name in runs[0]["methods"]
     )
-    headings = tuple(f"{m}, {c}" for m in ("accuracy %", "NLL", "ECE %") for c in shown)
+    headings = tuple(f"{m}, {c}" for m in ("accuracy %", "NLL", "ECE %") for c in counts)
     return Table("Frames of one object, after 1, 3 and all", ("method", *headings), rows)
 
 
@@ -194,8 +194,8 @@ def decision_table(result: Result, threshold: float = 0.95) -> Table:
         each = [next(d for d in run[name] if d["threshold"] == threshold) for run in runs]
         cells = []
         for key in ("frames", "decided", "error", "error_of_all"):
-            found = [decision[key] for decision in each if key in decision]
-            cells.append(mean_and_deviation(found, ".3f") if found else "")
+            values = [decision[key] for decision in each if key in decision]
+            cells.append(mean_and_deviation(values, ".3f") if values else "")
         rows.append((name, *cells))
     headings = ("method", "frames until decided", "share decided", "error of those", "error of all")
     return Table(f"Deciding at a probability of {threshold:g}", headings, tuple(rows))
@@ -243,11 +243,11 @@ def cleaning_table(result: Result) -> Table:
 
 def retraining_table(result: Result) -> Table:
     runs = [run["cleaning"]["retrained"] for run in result["runs"]]
-    shown = (MEASURES[0], MEASURES[2], MEASURES[4])
+    measures = (MEASURES[0], MEASURES[2], MEASURES[4])
     rows = tuple(
-        (name, *(mean_and_deviation([m.of(run[name]) for run in runs], m.form) for m in shown)) for name in runs[0]
+        (name, *(mean_and_deviation([m.of(run[name]) for run in runs], m.form) for m in measures)) for name in runs[0]
     )
-    return Table("Trained again without", ("without", *(measure.heading for measure in shown)), rows)
+    return Table("Trained again without", ("without", *(measure.heading for measure in measures)), rows)
 
 
 def structure_table(result: Result) -> Table:
@@ -290,7 +290,7 @@ TABLES: dict[str, Callable[[Result], Table]] = {
 
 
 def available(result: Result) -> list[str]:
-    """The tables that this result has values for."""
+    """The tables for which this result has values."""
     run = result["runs"][0]
     needs = {
         "outliers": "outliers",
@@ -309,14 +309,14 @@ def fill(text: str, results: Mapping[str, Result]) -> str:
     def table(match: re.Match[str]) -> str:
         experiment, name = match.group(1), match.group(2)
         if experiment not in results or name not in TABLES:
-            raise ArgumentError(f"The document asks for the table {name!r} of {experiment!r}, which there is not.")
+            raise ArgumentError(f"The document asks for the table {name!r} of {experiment!r}, which does not exist.")
         return f"<!-- table: {experiment} {name} -->\n{TABLES[name](results[experiment]).markdown()}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\S+) (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
 def refresh(page: Path, folder: Path) -> None:
-    """Write the tables of a document anew from the result files of a folder."""
+    """Rewrite the tables of a document from the result files of a folder."""
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     write_file(page, fill(page.read_text(encoding="utf-8"), results).encode())
 
@@ -326,8 +326,8 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
     return f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}" if len(values) > 1 else mean
 
 
-def _interval(ours: Sequence[float], theirs: Sequence[float], form: str) -> str:
-    difference = paired(ours, theirs)
+def _interval(first: Sequence[float], second: Sequence[float], form: str) -> str:
+    difference = paired(first, second)
     text = format(difference["mean"], form)
     if difference["interval"] is None:
         return text

@@ -34,9 +34,9 @@ def train(
     """A trained copy of `model`, in eval mode: Adam on the mean cross-entropy −(1/B) Σ ln f_{y_n}(x_n; θ).
 
     The seed decides the initial weights, the order of the samples and the dropout; the weights that `model`
-    comes with do not matter. With `bfloat16` the forward pass runs in that dtype where autocast holds it to be safe,
-    on pictures with their channels side by side in memory, which is how convolutions in that dtype are fast; weights
-    and sums stay as they are. `weight_decay` is Adam's (l² inside the gradient): the prior it amounts to is
+    comes with do not matter. With `bfloat16` the forward pass runs in that dtype where autocast considers it safe, on
+    pictures in channels-last layout, in which such convolutions are fast; weights and sums keep their dtype.
+    `weight_decay` is Adam's (l² inside the gradient); it corresponds to the prior
     `Prior.from_weight_decay(weight_decay, len(x))`.
     """
     if len(x) == 0 or len(x) != len(y):
@@ -64,7 +64,7 @@ def train(
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw the initial weights anew, by each layer's own rule, from the global generator."""
+    """Redraw the initial weights, by each layer's own rule, from the global generator."""
     for module in model.modules():
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
@@ -73,7 +73,7 @@ def initialise(model: nn.Module) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside: the global generators start from `seed`. Outside: they are as if nothing had happened.
+    """Inside, the global generators start from `seed`; afterwards they are as before.
 
     Dropout and the layers' own initialisation draw from the global generator and take no other.
     """

@@ -1,6 +1,6 @@
 """Several views of one picture: turned, shifted and noisy; and pictures turned by a fixed angle.
 
-Pixels are floating-point numbers in [0, 1]; what comes in from outside the picture is 0.
+Pixels are floating-point numbers in [0, 1]; those from outside the picture are 0.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def views(
     result = images.new_empty(count, channels, height, width)
     for start in range(0, count, _BLOCK):
         rows = torch.arange(start, min(start + _BLOCK, count))
-        drawn = draws[rows]
-        moved = _moved(images[rows.to(images.device) // frames], degrees * drawn[:, 0], pixels * drawn[:, 1:])
-        grain = noise * torch.randn(moved.shape, generator=generator, dtype=torch.float64)
-        result[start : start + len(rows)] = (moved + grain.to(moved)).clamp(0, 1)
+        block = draws[rows]
+        pictures = _moved(images[rows.to(images.device) // frames], degrees * block[:, 0], pixels * block[:, 1:])
+        grain = noise * torch.randn(pictures.shape, generator=generator, dtype=torch.float64)
+        result[start : start + len(rows)] = (pictures + grain.to(pictures)).clamp(0, 1)
     return result.reshape(len(images), frames, channels, height, width)
 
 
@@ -77,8 +77,10 @@ def _moved(
 
 def _require_pixels(images: Tensor) -> None:
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
-        got = f"{images.dtype} of shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        actual = (
+            f"{images.dtype} of shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        )
         raise DataError(
-            f"Pictures are {got}; expected floating-point pixels in [0, 1] of shape (pictures, channels, height, "
+            f"Pictures are {actual}; expected floating-point pixels in [0, 1] of shape (pictures, channels, height, "
             "width). Divide bytes by 255."
         )
