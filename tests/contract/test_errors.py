@@ -752,7 +752,7 @@ def test_condition_takes_information(posterior: errbar.Posterior) -> None:
         errbar.ArgumentError, match=r"Expected Information, as errbar.collect returns it, got Posterior"
     ):
         errbar.condition(posterior, Prior())  # type: ignore[arg-type]
-    with pytest.raises(errbar.MismatchError, match=r"weights are not those of the information"):
+    with pytest.raises(errbar.MismatchError, match=r"other weights than those of the fit"):
         errbar.condition(posterior.information, Prior(), model=network(seed=9))
 
 
@@ -760,9 +760,9 @@ def test_condition_takes_information(posterior: errbar.Posterior) -> None:
 
 
 def test_forgetting_more_samples_than_were_seen(posterior: errbar.Posterior) -> None:
-    with pytest.raises(errbar.ForgetError, match=r"Cannot forget 24 samples: the information is of 12 only"):
+    with pytest.raises(errbar.ForgetError, match=r"Cannot forget 24 samples: the information holds only 12"):
         posterior.forget([inputs(24)])
-    with pytest.raises(errbar.ForgetError, match=r"Cannot forget 12 samples: the information is of 6 only"):
+    with pytest.raises(errbar.ForgetError, match=r"Cannot forget 12 samples: the information holds only 6"):
         posterior.information * 0.5 - posterior.information
 
 

@@ -464,7 +464,7 @@ def test_information_without_a_model_says_so(day: Path) -> None:
     with pytest.raises(errbar.ArgumentError, match=r"expected condition\(information, prior, model=model\)"):
         errbar.condition(merged, errbar.Prior())
     with pytest.raises(errbar.MismatchError, match="other weights"):
-        errbar.condition(merged, errbar.Prior(), model=seeded(normed, FLOAT64))
+        errbar.condition(merged, errbar.Prior(), model=seeded(normed, dtype=FLOAT64))
     with pytest.raises(errbar.FileError, match=r"holds information, not a posterior. Use errbar.merge"):
         errbar.load(day, CASES["dense"].model())
 

@@ -147,7 +147,7 @@ class Information:
         """The same information about the same weights in `network`; `MismatchError` for other weights."""
         if not network.same_weights(self.network):
             raise MismatchError(
-                "The model's weights are not those of the information: their fingerprints (SHA-256) are "
+                "The model has other weights than those of the fit: their fingerprints (SHA-256) are "
                 f"{network.fingerprint[:12]}… and {self.network.fingerprint[:12]}…. Give the model of the fit, with "
                 "the weights and the dtype that it had."
             )
