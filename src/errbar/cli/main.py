@@ -45,7 +45,7 @@ ADVICE = {
     "Pass unpack= if the labels are somewhere else in the batch.": "In a file they are y, or a column called label.",
     "Pass unpack=, a function from a batch to (args, kwargs, labels).": "Let a callable make such batches.",
     "Pass leave_out=False": "Use --held-out",
-    "expected risk=(0.05,) or the like": "expected --risk 0.05 or the like",
+    "expected, for example, risk=(0.05,)": "expected, for example, --risk 0.05",
     "posterior.to('cpu').export(...)": "--device cpu",
     ", or serve posterior.predict": "",
 }
