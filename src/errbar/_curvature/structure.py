@@ -131,7 +131,7 @@ class Factor(Protocol):
 
 
 class Refactorised:
-    """A factor without a recursion, computed anew from its sum; without a graph unless overridden."""
+    """A factor without a recursion, recomputed from its sum; without a graph unless overridden."""
 
     def can_recurse(self, rows: int) -> bool:
         return False

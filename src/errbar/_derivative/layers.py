@@ -41,8 +41,8 @@ class Call:
     """
 
     inputs: Tensor
-    differentiated: Tensor
-    passed_on: Tensor
+    variable: Tensor
+    output: Tensor
     version: int
 
 

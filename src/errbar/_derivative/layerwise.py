@@ -102,12 +102,12 @@ class LayerwiseRoute:
         inner_size = outer_size = widest = 0
         for layer in layers:
             for call in trace.calls[layer.name]:
-                numbers = call.passed_on[0].numel()
+                numbers = call.output[0].numel()
                 inner_size += numbers // layer.outputs * layer.width
                 if not trace.returns_logits(layer.name):
                     outer_size, widest = outer_size + numbers, max(widest, numbers)
         for norm in norms:
-            widest = max(widest, *(call.passed_on[0].numel() for call in trace.calls[norm.name]))
+            widest = max(widest, *(call.output[0].numel() for call in trace.calls[norm.name]))
         outer_size += widest
         return LayerwiseRoute.of(selection, trace.logits.shape[1], layers, norms, inner_size, outer_size)
 
@@ -300,7 +300,7 @@ class _Agreement:
                 with suppress(RuntimeError):
                     derivatives |= trace.derivatives([name], seeds)
         # Under autocast inside the model, layers compute in another dtype than their parameters and the logits have.
-        outputs = [call.passed_on.dtype for layer in candidates for call in trace.calls[layer.name]]
+        outputs = [call.output.dtype for layer in candidates for call in trace.calls[layer.name]]
         return _Agreement(trace, seeds, derivatives, truth, max(tolerance, rounding_of(truth.dtype, *outputs)))
 
     def of_layer(self, layer: SharedLayer) -> bool:

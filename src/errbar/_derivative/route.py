@@ -178,12 +178,12 @@ def capture(
     tensors = [
         tensor
         for layer_terms in terms.values()
-        for f in layer_terms
-        for tensor in (f.inner, f.outer)
+        for term in layer_terms
+        for tensor in (term.inner, term.outer)
         if tensor is not None
     ]
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), logits.dtype)
-    return logits, {name: [factor.to(dtype) for factor in layer_terms] for name, layer_terms in terms.items()}
+    return logits, {name: [term.to(dtype) for term in layer_terms] for name, layer_terms in terms.items()}
 
 
 def _terms(

@@ -32,11 +32,11 @@ class Trace:
         if len(self.calls[name]) != 1:
             return False
         (call,) = self.calls[name]
-        return call.passed_on is self.logits and call.passed_on._version == call.version
+        return call.output is self.logits and call.output._version == call.version
 
     def derivatives(self, names: Sequence[str], seeds: Float[Tensor, "k B M"]) -> dict[str, list[Tensor]]:
         """∂(Σ_m s_m g_m)/∂a for each call of the layers `names`, a what is differentiated by: (k, …), … as a has it."""
-        outputs = [call.differentiated for name in names for call in self.calls[name]]
+        outputs = [call.variable for name in names for call in self.calls[name]]
         gradients = iter(_derivatives(self.logits, outputs, seeds))
         return {name: [next(gradients) for _ in self.calls[name]] for name in names}
 
@@ -87,9 +87,9 @@ def record(
             torch.set_grad_enabled(True)
             # Nested tensors, which transformers make of padded sequences, do not run over the samples: see `accepts`.
             interception = _not_at_all if inputs.is_nested or output.is_nested else interceptions[name]
-            differentiated, passed_on = interception(module, inputs.detach(), output)
-            calls[name].append(Call(inputs.detach(), differentiated, passed_on, passed_on._version))
-            return passed_on
+            variable, next_output = interception(module, inputs.detach(), output)
+            calls[name].append(Call(inputs.detach(), variable, next_output, next_output._version))
+            return next_output
 
         return hook
 

@@ -233,8 +233,8 @@ class Network:
             copy_on_device = tensor.detach().to(device=self.device, dtype=dtype)
             return copy_on_device.clone() if copy_on_device.is_inference() else copy_on_device
 
-        moved = batch.map(move)
-        for value in moved.tensors():
+        prepared_batch = batch.map(move)
+        for value in prepared_batch.tensors():
             if value.is_floating_point():
                 checks.require(
                     torch.isfinite(value).all(),
@@ -242,7 +242,7 @@ class Network:
                         "An input holds NaN or infinite values; expected finite numbers. Remove or impute it."
                     ),
                 )
-        return moved
+        return prepared_batch
 
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""

@@ -124,7 +124,7 @@ def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
 
 
 def contrasting(gaussian: LogitGaussian, pmf: Float[Tensor, "N M"]) -> tuple[int, int, int]:
-    """A sure input, then two ambiguous ones with similar PMFs, of which the first has the more uncertain logits.
+    """A certain input, then two ambiguous ones with similar PMFs, of which the first has the more uncertain logits.
 
     Ambiguous: confidence below 0.7. Similar: the sorted PMFs differ by at most 0.05 in total variation. Of
     all such pairs the one with the largest ratio of σ of g_i − g_j, i and j the two best classes of each;
