@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import errbar
 from errbar._base.container import Contents
 from errbar._curvature import registry
-from errbar._curvature.diagonal import weighted_squares
+from errbar._curvature.fisher import Weights
 from errbar._curvature.structure import Refactorised, Structure, Summand
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload
@@ -112,8 +112,8 @@ class MultipleAccumulator:
     def __init__(self, task: Task) -> None:
         self.task, self.c = task, torch.zeros(1, dtype=torch.float64)
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Any) -> None:
-        squares = weighted_squares(logits, derivative.jacobian().to(self.task.dtype), self.task.fisher)
+    def add(self, weights: Weights, derivative: Any) -> None:
+        squares = weights.squares(derivative.jacobian().to(self.task.dtype))
         self.c += squares.sum().double() / squares.shape[1]
 
     def finish(self) -> MultipleSum:

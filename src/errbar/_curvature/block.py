@@ -21,7 +21,7 @@ from errbar._base.memory import require_memory
 from errbar._base.triangles import read_symmetric, symmetric_array
 from errbar._curvature import dense, packed
 from errbar._curvature.dense import DenseAccumulator, DenseFactor, DenseSum
-from errbar._curvature.fisher import Fisher
+from errbar._curvature.fisher import Fisher, Weights
 from errbar._curvature.structure import (
     Description,
     Factor,
@@ -160,9 +160,9 @@ class BlockAccumulator:
         self.blocks = blocks(selection)
         self.parts = [DenseAccumulator(len(block.part), fisher, dtype, device) for block in self.blocks]
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+    def add(self, weights: Weights, derivative: Derivative) -> None:
         for block, part in zip(self.blocks, self.parts, strict=True):
-            part.add(logits, block.restricted(derivative))
+            part.add(weights, block.restricted(derivative))
 
     def finish(self) -> BlockSum:
         return BlockSum(self.blocks, tuple(part.finish() for part in self.parts))

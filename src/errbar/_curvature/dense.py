@@ -29,7 +29,7 @@ from errbar._base.triangles import (
     triangle_array,
 )
 from errbar._curvature import banded, packed, per_class
-from errbar._curvature.fisher import Fisher, comes_apart_by_class, fisher_matrix, weighted_rows
+from errbar._curvature.fisher import Fisher, Weights, comes_apart_by_class
 from errbar._curvature.structure import Description, Factor, PairCoefficients, Structure, Sum, Summand, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
@@ -45,10 +45,12 @@ from errbar._curvature.workload import (
 )
 from errbar._derivative.layers import LinearLayer, LinearTerm
 from errbar._derivative.route import Derivative
+from errbar._derivative.trace import TopClasses
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
+from errbar._model.batch import Batch
 from errbar.errors import DamagedFileError
 
 # Two layers, and whether the block is of one term with itself, and so symmetric.
@@ -141,9 +143,9 @@ class DenseAccumulator:
         # Σ_n J_nᵀ Λ_n J_n s in float64, to compare the sums with; not needed if those are float64 themselves.
         self.reference = None if dtype == torch.float64 else torch.zeros(n, dtype=torch.float64, device=device)
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+    def add(self, weights: Weights, derivative: Derivative) -> None:
         if derivative.terms is None:
-            rows = weighted_rows(logits, derivative.jacobian(), self.fisher, self.dtype)
+            rows = weights.rooted(derivative.jacobian().to(self.dtype)).flatten(0, 1)
             self._add_rows(rows)
             if self.reference is not None:
                 for some_rows in rows.split(_CHECKED_ROWS):
@@ -152,12 +154,12 @@ class DenseAccumulator:
             return
         if self.staged and not _same_layers(self.staged[-1][1], derivative.terms):
             self._flush()
-        weights = fisher_matrix(logits, self.fisher)
+        matrix = weights.matrix()
         if self.reference is not None:
-            _add_applied(self.reference, weights, derivative.terms)
+            _add_applied(self.reference, matrix, derivative.terms)
         terms = tuple(term.to(self.dtype) for term in derivative.terms)
-        self.staged.append((weights.to(self.dtype), terms))
-        self.staged_samples += len(logits)
+        self.staged.append((matrix.to(self.dtype), terms))
+        self.staged_samples += len(matrix)
         if self.staged_samples >= self._capacity():
             self._flush()
 
@@ -546,6 +548,14 @@ class DenseStructure(Structure):
             assert task.route is not None
             return per_class.PerClassAccumulator(task.route.layers[0], task.dtype, task.network.device)
         return DenseAccumulator(task.selection.n_parameters, task.fisher, task.dtype, task.network.device)
+
+    def top_gaussians(self, task: Task, factor: Any, batch: Batch, top: int) -> Iterator[LogitGaussian]:
+        if self._form(task) == "per_class":
+            # All variances cost no more than some.
+            for gaussian in self.gaussians(task, factor, batch):
+                yield gaussian.of_classes(TopClasses(top).classes(gaussian.mean))
+            return
+        yield from super().top_gaussians(task, factor, batch, top)
 
     def read_sum(self, contents: Contents, task: Task) -> Sum:
         form = self._form(task)

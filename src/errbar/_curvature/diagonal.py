@@ -19,7 +19,7 @@ from torch import Tensor
 from errbar._base.container import Contents
 from errbar._base.memory import require_memory
 from errbar._base.triangles import read_jitter, read_positive
-from errbar._curvature.fisher import Fisher, fisher_diagonal, fisher_root
+from errbar._curvature.fisher import Weights
 from errbar._curvature.structure import (
     Description,
     Factor,
@@ -47,6 +47,7 @@ from errbar._derivative import layers, route
 from errbar._derivative.layers import LinearLayer, SharedTerm, Spans, gathered, scatter_, shared_terms
 from errbar._derivative.layerwise import LayerwiseDerivative
 from errbar._derivative.route import Derivative
+from errbar._derivative.trace import Seeds
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import DiagonalCovariance, FullCovariance
 from errbar._distributions.logits import LogitGaussian
@@ -54,31 +55,14 @@ from errbar._model.batch import Batch
 from errbar.errors import CovarianceError
 
 
-def weighted_squares(
-    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M k"], fisher: Fisher
-) -> Float[Tensor, "B k"]:
-    """The diagonal of JᵀΛJ of each sample: Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m².
-
-    Not Σ f J² − J̄², which cancels where the network is certain.
-    """
-    if fisher == "eta":
-        weights = fisher_diagonal(logits).to(jacobian.dtype)
-        return (weights[:, None] @ jacobian.square())[:, 0]
-    probability = torch.softmax(logits.double(), 1).to(jacobian.dtype)[:, None]
-    return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
-
-
-def diagonal_information(logits: Float[Tensor, "B M"], term: SharedTerm, fisher: Fisher) -> Float[Tensor, "d p"]:
+def diagonal_information(weights: Weights, term: SharedTerm) -> Float[Tensor, "d p"]:
     """Σ_n diag(JᵀΛJ) of one layer."""
     if term.outer is None:
-        weights = fisher_diagonal(logits).to(term.inner.dtype)
-        return weights.T @ term.inner[:, 0].square()
+        return weights.diagonal().to(term.inner.dtype).T @ term.inner[:, 0].square()
     if term.is_single:
-        return weighted_squares(logits, term.outer[..., 0], fisher).T @ term.inner[:, 0].square()
+        return weights.squares(term.outer[..., 0]).T @ term.inner[:, 0].square()
     # V meets the root of Λ before it meets h: it is smaller than J.
-    root = fisher_root(logits, fisher).to(term.outer.dtype)
-    rows = (root.mT @ term.outer.flatten(2)).reshape(term.outer.shape)
-    pieces = SharedTerm(term.layer, term.inner, rows).pieces()
+    pieces = SharedTerm(term.layer, term.inner, weights.rooted(term.outer)).pieces()
     return torch.stack([piece.square_().sum((0, 1)) for _, piece in pieces]).sum(0)
 
 
@@ -151,18 +135,17 @@ class DiagonalSum:
 class DiagonalAccumulator:
     """Adds up batches; private to one pass over the data."""
 
-    def __init__(self, n: int, fisher: Fisher, dtype: torch.dtype, device: torch.device) -> None:
-        self.fisher = fisher
+    def __init__(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.values = torch.zeros(n, dtype=torch.float64, device=device)
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative | LayerwiseDerivative) -> None:
+    def add(self, weights: Weights, derivative: Derivative | LayerwiseDerivative) -> None:
         parts = _by_layer(derivative)
         for term in parts.terms:
-            information = diagonal_information(logits, term.to(self.dtype), self.fisher)
+            information = diagonal_information(weights, term.to(self.dtype))
             scatter_(self.values, term.layer, gathered(term.layer, self.values) + information)
         if len(parts.rest):
-            squares = weighted_squares(logits, parts.explicit.to(self.dtype), self.fisher)
+            squares = weights.squares(parts.explicit.to(self.dtype))
             parts.rest.put_(self.values, parts.rest.take(self.values) + squares.sum(0, dtype=torch.float64))
 
     def finish(self) -> DiagonalSum:
@@ -241,12 +224,14 @@ class DiagonalStructure(Structure):
         return cost(work)
 
     def sums(self, task: Task) -> Summand:
-        return DiagonalAccumulator(task.selection.n_parameters, task.fisher, task.dtype, task.network.device)
+        return DiagonalAccumulator(task.selection.n_parameters, task.dtype, task.network.device)
 
-    def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+    def derivatives(
+        self, task: Task, batch: Batch, seeds: Seeds | None = None
+    ) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
         if task.route is not None and task.route.by_layer is not None:
-            return task.route.by_layer.derivatives(task.network, batch, alone=task.selection)
-        return super().derivatives(task, batch)
+            return task.route.by_layer.derivatives(task.network, batch, seeds, alone=task.selection)
+        return super().derivatives(task, batch, seeds)
 
     def read_sum(self, contents: Contents, task: Task) -> Sum:
         contents.description.part("sum").choice("form", ("diag",))

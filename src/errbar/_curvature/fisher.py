@@ -3,12 +3,15 @@
 With f = softmax(g):
 
 - `ggn`: Λ = diag f − f fᵀ = R Rᵀ with R = diag √f − f √fᵀ, the Fisher information as eq:parmaCovariance defines it;
-- `eta`: the diagonal of Λ alone, η_m = f_m (1 − f_m), as eq:information_with_M writes it out.
+- `eta`: the diagonal of Λ alone, η_m = f_m (1 − f_m), as eq:information_with_M writes it out;
+- `sampled`: s sᵀ averaged over scores s = e_y − f of labels y drawn from f, an unbiased estimate of `ggn`
+  (`_curvature.scores`). What is differentiated are the drawn scores, and in them the information is the identity.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import torch
 from jaxtyping import Float
@@ -16,14 +19,14 @@ from torch import Tensor
 
 from errbar.errors import ArgumentError
 
-Fisher = Literal["ggn", "eta"]
+Fisher = Literal["ggn", "eta", "sampled"]
 
 
 def require_fisher(fisher: str) -> Fisher:
     if fisher not in get_args(Fisher):
         raise ArgumentError(
-            f"fisher is {fisher!r}; expected 'ggn' (the Fisher information of the categorical likelihood) or 'eta' "
-            "(its diagonal, as the paper writes it out)."
+            f"fisher is {fisher!r}; expected 'ggn' (the Fisher information of the categorical likelihood), 'eta' "
+            "(its diagonal, as the paper writes it out) or 'sampled' ('ggn' by labels drawn from the network)."
         )
     return fisher  # type: ignore[return-value]
 
@@ -56,9 +59,69 @@ def fisher_root(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "
     return torch.diag_embed(root) - probability[:, :, None] * root[:, None, :]
 
 
-def weighted_rows(
-    logits: Float[Tensor, "B M"], jacobian: Float[Tensor, "B M n"], fisher: Fisher, dtype: torch.dtype
-) -> Float[Tensor, "k n"]:
-    """The rows U_nᵀ = R_nᵀ J_n of all samples, R R ᵀ = Λ."""
-    root = fisher_root(logits, fisher).to(dtype)
-    return (root.mT @ jacobian.to(dtype)).flatten(0, 1)
+class Weights(Protocol):
+    """Λ of B samples, in the c quantities whose derivative is J: the logits, or scores that were drawn."""
+
+    def matrix(self) -> Float[Tensor, "B c c"]:
+        """Λ in float64."""
+        ...
+
+    def rooted(self, values: Float[Tensor, "B c *k"]) -> Float[Tensor, "B c *k"]:
+        """Rᵀ values, R Rᵀ = Λ, in the dtype of the values."""
+        ...
+
+    def squares(self, jacobian: Float[Tensor, "B c k"]) -> Float[Tensor, "B k"]:
+        """The diagonal of JᵀΛJ of each sample."""
+        ...
+
+    def diagonal(self) -> Float[Tensor, "B c"]:
+        """The diagonal of Λ, in float64."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LogitWeights:
+    """Λ in the logits, by `ggn` or `eta`."""
+
+    logits: Float[Tensor, "B M"]
+    fisher: Fisher
+
+    def matrix(self) -> Float[Tensor, "B M M"]:
+        return fisher_matrix(self.logits, self.fisher)
+
+    def diagonal(self) -> Float[Tensor, "B M"]:
+        return fisher_diagonal(self.logits)
+
+    def rooted(self, values: Float[Tensor, "B M *k"]) -> Float[Tensor, "B M *k"]:
+        root = fisher_root(self.logits, self.fisher).to(values.dtype)
+        return (root.mT @ values.flatten(2)).reshape(values.shape)
+
+    def squares(self, jacobian: Float[Tensor, "B M k"]) -> Float[Tensor, "B k"]:
+        """Σ_m f_m (J_m − J̄)², J̄ = Σ_m f_m J_m; with `eta`, Σ_m η_m J_m². Not Σ f J² − J̄², which cancels where the
+        network is sure."""
+        if self.fisher == "eta":
+            weights = self.diagonal().to(jacobian.dtype)
+            return (weights[:, None] @ jacobian.square())[:, 0]
+        probability = torch.softmax(self.logits.double(), 1).to(jacobian.dtype)[:, None]
+        return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreWeights:
+    """The identity: the quantities are k drawn scores of each sample, divided by √k."""
+
+    size: int
+    draws: int
+    device: torch.device
+
+    def matrix(self) -> Float[Tensor, "B k k"]:
+        return torch.eye(self.draws, dtype=torch.float64, device=self.device).expand(self.size, -1, -1)
+
+    def diagonal(self) -> Float[Tensor, "B k"]:
+        return torch.ones(self.size, self.draws, dtype=torch.float64, device=self.device)
+
+    def rooted(self, values: Float[Tensor, "B k *n"]) -> Float[Tensor, "B k *n"]:
+        return values
+
+    def squares(self, jacobian: Float[Tensor, "B k n"]) -> Float[Tensor, "B n"]:
+        return jacobian.square().sum(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from errbar._base import linalg
 from errbar._base.container import Contents
 from errbar._base.triangles import read_symmetric, symmetric_array
-from errbar._curvature.diagonal import DiagonalSum, safe_precision, weighted_squares
+from errbar._curvature.diagonal import DiagonalSum, safe_precision
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
 from errbar._curvature.fisher import Fisher, fisher_diagonal
 from errbar._curvature.structure import Accumulator, Description, Factor, Rows, Structure, Sum, Tensors
@@ -46,7 +46,7 @@ from errbar._derivative import layerwise
 from errbar._derivative.layers import SharedLayer, Spans, gathered
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.route import Route
-from errbar._derivative.trace import Trace
+from errbar._derivative.trace import Seeds, Trace
 from errbar._distributed.reduce import triangle_summed
 from errbar._distributed.team import Team
 from errbar._model.batch import Batch
@@ -240,13 +240,12 @@ class KroneckerSum:
 class KroneckerAccumulator:
     """Adds up batches; private to one pass over the data. It runs the network itself: `add_batch`."""
 
-    def __init__(
-        self, network: Network, route: LayerwiseRoute, fisher: Fisher, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.network = network
-        self.route = route
-        self.fisher = fisher
-        self.dtype = dtype
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.network = task.network
+        self.route = route = _by_layer(task)
+        self.dtype = task.dtype
+        device = task.network.device
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
@@ -259,7 +258,8 @@ class KroneckerAccumulator:
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
         """Add a prepared batch, a part of it at a time; returns its logits."""
         logits = []
-        for part, trace in self.route.traced(self.network, batch):
+        scores = self.task.scores
+        for part, trace in self.route.traced(self.network, batch, None if scores is None else scores.count):
             self._add(part, trace)
             logits.append(trace.logits.detach())
             # Otherwise its graph would stay until the next one exists.
@@ -268,29 +268,37 @@ class KroneckerAccumulator:
 
     def _add(self, batch: Batch, trace: Trace) -> None:
         logits = trace.logits.detach()
+        scores = None if self.task.scores is None else self.task.scores(batch, logits)
         for layer in self.route.layers:
             for call in trace.calls[layer.name]:
                 uses = layer.inner(call.inputs).to(self.dtype).flatten(0, 1)
                 self.count[layer.name] += len(uses)
                 _add_square(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
-                self.outer[layer.name] += _summed_fisher(logits, self.fisher, self.dtype)
+                self.outer[layer.name] += _summed_fisher(logits, self.task.fisher, self.dtype, scores)
         names = self.route.differentiated(trace)
         if names:
-            self._add_derivatives(names, trace, logits)
-        for where, jacobian in self.route.of_rest(self.network, batch):
-            squares = weighted_squares(logits, jacobian.to(self.dtype), self.fisher)
-            self.rest[where] += squares.sum(0, dtype=torch.float64)
+            self._add_derivatives(names, trace, logits, scores)
+        weights = self.task.weights(logits)
+        for where, jacobian in self.route.of_rest(self.network, batch, scores):
+            self.rest[where] += weights.squares(jacobian.to(self.dtype)).sum(0, dtype=torch.float64)
 
-    def _add_derivatives(self, names: list[str], trace: Trace, logits: Float[Tensor, "B M"]) -> None:
+    def _add_derivatives(
+        self,
+        names: list[str],
+        trace: Trace,
+        logits: Float[Tensor, "B M"],
+        scores: Float[Tensor, "k B M"] | None,
+    ) -> None:
         """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V.
 
-        Of the norms the diagonal of JᵀΛJ, Σ_c (Jᵀ r_c)².
+        Of the norms the diagonal of JᵀΛJ, Σ_c (Jᵀ r_c)². Drawn scores are the columns of a root themselves.
         """
-        size, classes = logits.shape
+        size, count = len(logits), logits.shape[1] if scores is None else len(scores)
         step = self.route.seeds_at_a_time(size, logits.device)
-        for first in range(0, classes, step):
-            columns = _root_columns(logits, self.fisher, first, min(first + step, classes))
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            columns = _root_columns(logits, self.task.fisher, first, last) if scores is None else scores[first:last]
             derivatives = trace.derivatives(names, columns.to(logits.dtype))
             for layer in self.route.layers:
                 for derivative in derivatives.get(layer.name, ()):
@@ -321,8 +329,16 @@ def _add_square(total: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> None
         linalg.add_in_place(total, rows.T @ rows)
 
 
-def _summed_fisher(logits: Float[Tensor, "B M"], fisher: Fisher, dtype: torch.dtype) -> Float[Tensor, "M M"]:
-    """Σ_n Λ_n without making one Λ_n: −Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it."""
+def _summed_fisher(
+    logits: Float[Tensor, "B M"], fisher: Fisher, dtype: torch.dtype, scores: Float[Tensor, "k B M"] | None
+) -> Float[Tensor, "M M"]:
+    """Σ_n Λ_n without making one Λ_n: −Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it.
+
+    Of drawn scores s, Σ s sᵀ.
+    """
+    if scores is not None:
+        rows = scores.to(dtype).flatten(0, 1)
+        return (rows.T @ rows).double()
     diagonal = fisher_diagonal(logits).sum(0)
     if fisher == "eta":
         return torch.diag(diagonal)
@@ -360,11 +376,12 @@ class KroneckerStructure(Structure):
         return cost(work)
 
     def accumulator(self, task: Task, rows: Rows | None) -> Accumulator:
-        device = task.network.device
-        return KroneckerAccumulator(task.network, _by_layer(task), task.fisher, task.dtype, device)
+        return KroneckerAccumulator(task)
 
-    def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
-        return _by_layer(task).derivatives(task.network, batch)
+    def derivatives(
+        self, task: Task, batch: Batch, seeds: Seeds | None = None
+    ) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+        return _by_layer(task).derivatives(task.network, batch, seeds)
 
     def read_sum(self, contents: Contents, task: Task) -> Sum:
         fields = contents.description.part("sum")

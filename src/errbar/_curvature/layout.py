@@ -25,7 +25,7 @@ from errbar._derivative.full import RANDOM_IN_EVAL
 from errbar._derivative.layers import NormLayer, SharedLayer, norm_layers, own_parameters, shared_layers
 from errbar._model.batch import Batch
 from errbar._model.network import Event, Network, Observation, as_logits, replicate, run
-from errbar._model.selection import Layer, Selection, layers_that_ran, matching, owner, select
+from errbar._model.selection import NAMED_SETS, Layer, Selection, layers_that_ran, matching, owner, select
 from errbar.errors import ModelError, SelectionError
 
 # Operations that pass on their input: in another shape or dtype, a part of it, or a mean.
@@ -85,6 +85,12 @@ class Layout:
         """How many layers with parameters there are: the largest `last_layers`."""
         return len(self.ran)
 
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs of all modules, for one sample."""
+        itemsize = (self.network.input_dtype or self.network.dtype).itemsize
+        return itemsize * sum(event.outputs for event in self.events)
+
     def last(self, count: int) -> Selection:
         return select(self.network, self.ran, last_layers=count, parameters=None)
 
@@ -117,7 +123,15 @@ class Layout:
         return 1 - self.events[len(self.events) - len(tail) - 1].seconds / max(self.seconds, 1e-9)
 
     def workload(
-        self, selection: Selection, *, batch: int, fisher: Fisher, dtype: torch.dtype, rank: int, draws: int = 1000
+        self,
+        selection: Selection,
+        *,
+        batch: int,
+        fisher: Fisher,
+        dtype: torch.dtype,
+        rank: int,
+        draws: int = 1000,
+        scores: int = 0,
     ) -> Workload:
         """The sizes of a fit of the selected parameters to batches of so many samples."""
         itemsize = (self.network.input_dtype or self.network.dtype).itemsize
@@ -129,6 +143,7 @@ class Layout:
             tensors=selection.sizes,
             terms=tuple(self._terms(set(selection.names))),
             classes=self.classes,
+            scores=scores,
             batch=batch,
             fisher=fisher,
             itemsize=dtype.itemsize,
@@ -210,7 +225,7 @@ class Inspection:
     def _require_dependence(self, selection: Selection, parameters: str | Sequence[str] | None) -> None:
         """Refuse parameters whose derivative is exactly zero: all of them, or all under one of the names given."""
         groups: dict[str, set[str]] = {"": set(selection.names)}
-        if parameters is not None and parameters not in ("all", "trainable"):
+        if parameters is not None and parameters not in NAMED_SETS:
             every = dict(self.network.module.named_parameters(remove_duplicate=False))
             first = {id(value): name for name, value in self.network.module.named_parameters()}
             prefixes = [parameters] if isinstance(parameters, str) else list(parameters)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errbar._base import linalg
@@ -38,6 +38,7 @@ from errbar._base.container import Contents
 from errbar._base.memory import require_memory
 from errbar._base.triangles import by_columns, laid_out, read_positive
 from errbar._curvature.fisher import Fisher, fisher_root
+from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.sketch import (
     FrequentDirections,
     column_blocks,
@@ -67,9 +68,9 @@ from errbar._curvature.workload import (
     drawing_products,
     row_bytes,
 )
-from errbar._derivative.full import RANDOM_IN_EVAL
+from errbar._derivative.full import pulled_back
 from errbar._derivative.route import Derivative
-from errbar._derivative.trace import quiet_vmap
+from errbar._derivative.trace import Seeds
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
@@ -215,13 +216,14 @@ class LowRankAccumulator:
         dtype: torch.dtype,
         device: torch.device,
         rank: int,
+        scores: ScoreDraws | None = None,
     ) -> None:
         number = whole_number(rank)
         if number is None or number < 1:
             raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
         n = selection.n_parameters
         number = min(number, n)
-        self.network, self.selection, self.fisher = network, selection, fisher
+        self.network, self.selection, self.fisher, self.scores = network, selection, fisher, scores
         self.sketch = FrequentDirections(n, number, dtype, device)
         self.is_finite = True
 
@@ -232,7 +234,10 @@ class LowRankAccumulator:
             # The caller checks the logits too, and may have a more precise error to raise first.
             self.is_finite = False
             return logits
-        vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
+        if self.scores is None:
+            vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
+        else:
+            vectors = self.scores(batch, logits).transpose(0, 1).to(logits.dtype)
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
         device = logits.device
         row_limit = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))
@@ -434,10 +439,24 @@ class LowRankStructure(Structure):
         return cost(work)
 
     def accumulator(self, task: Task, rows: Rows | None) -> Accumulator:
-        return LowRankAccumulator(task.network, task.selection, task.fisher, task.dtype, task.network.device, task.rank)
+        device = task.network.device
+        return LowRankAccumulator(task.network, task.selection, task.fisher, task.dtype, device, task.rank, task.scores)
 
     def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         yield factor.gaussian_of_batch(task.network, task.selection, batch)
+
+    def derivatives(
+        self, task: Task, batch: Batch, seeds: Seeds | None = None
+    ) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+        """Each sample by itself; without seeds nothing is formed, see `gaussians`."""
+        assert seeds is not None
+        n, device = task.selection.n_parameters, task.network.device
+        itemsize = task.network.dtype.itemsize
+        for part in batch.parts(max(1, _limit(ROW_BYTES, device) // (n * seeds.count * itemsize))):
+            logits = task.network.logits(part)
+            vectors = seeds(part, logits).transpose(0, 1).to(logits.dtype)
+            explicit = pulled_back(task.network, task.selection, part, vectors)
+            yield logits, Derivative(n, seeds.count, None, explicit)
 
     def joint(self, task: Task, factor: Any, batch: Batch) -> JointLogits:
         mean = task.network.logits(batch)
@@ -464,60 +483,6 @@ class LowRankStructure(Structure):
         if not bool((strengths >= 0).all()):
             raise DamagedFileError(f"{contents.path} has negative strengths of directions.")
         return LowRankFactor(precision, directions, strengths)
-
-
-def pulled_back(
-    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
-) -> Float[Tensor, "B c n"]:
-    """vᵀJ for c vectors of each sample, by products that go through that sample alone and never form J."""
-    if not batch.can_be_mapped:
-        return _one_by_one(network, selection, batch, vectors)
-    try:
-        return _vectorised(network, selection, batch, vectors)
-    except RuntimeError as error:
-        if "randomness" in str(error):
-            raise ModelError(RANDOM_IN_EVAL) from error
-        # An operation without a batching rule. If the model itself is at fault, the plain loop raises its own error.
-        return _one_by_one(network, selection, batch, vectors)
-
-
-def _vectorised(
-    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
-) -> Float[Tensor, "B c n"]:
-    size = len(batch)
-    values = selection.values(network.module)
-
-    def single(sample: list[Tensor], cotangents: Tensor) -> dict[str, Tensor]:
-        pull = vjp(lambda parameters: network.logits(batch.with_sample(sample), parameters)[0], values)[1]
-        gradients: dict[str, Tensor] = vmap(pull)(cotangents)[0]
-        return gradients
-
-    # Fused attention kernels have no batching rule for their derivative; the plain formula has.
-    with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
-        parts = vmap(single)(batch.over_samples(), vectors)
-    rows = vectors.new_empty(size, vectors.shape[1], selection.n_parameters)
-    for name, where in selection.slices().items():
-        # `flatten(2)` would refuse the derivative by a parameter without dimensions, which has no third one.
-        rows[:, :, where] = parts.pop(name).reshape(*rows.shape[:2], -1)
-    return rows
-
-
-def _one_by_one(
-    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
-) -> Float[Tensor, "B c n"]:
-    rows = vectors.new_zeros(len(batch), vectors.shape[1], selection.n_parameters)
-    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
-    with torch.enable_grad():
-        for index in range(len(batch)):
-            logits = network.logits(batch.rows(index, index + 1), values)[0]
-            if not logits.requires_grad:
-                continue
-            for column, vector in enumerate(vectors[index]):
-                gradients = torch.autograd.grad(
-                    logits, list(values.values()), vector, retain_graph=True, allow_unused=True, materialize_grads=True
-                )
-                rows[index, column] = torch.cat([part.reshape(-1) for part in gradients])
-    return rows
 
 
 def cost(work: Workload) -> Cost:

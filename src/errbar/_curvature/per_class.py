@@ -21,7 +21,7 @@ from errbar._base.json_fields import Fields
 from errbar._base.memory import require_memory
 from errbar._base.triangles import by_columns, from_triangle, positive_diagonal, read_jitter, triangle_array
 from errbar._curvature import packed
-from errbar._curvature.fisher import fisher_diagonal
+from errbar._curvature.fisher import Weights
 from errbar._curvature.structure import ClassCoefficients, Description, Refactorised, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload, by_device, drawing_bytes, drawing_products
@@ -113,10 +113,10 @@ class PerClassAccumulator:
         self.staged: list[tuple[Float[Tensor, "B M"], Float[Tensor, "B p"]]] = []
         self.staged_samples = 0
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Derivative) -> None:
+    def add(self, weights: Weights, derivative: Derivative) -> None:
         inner = inner_of(derivative)
-        self.staged.append((fisher_diagonal(logits).to(self.dtype), inner.to(self.dtype)))
-        self.staged_samples += len(logits)
+        self.staged.append((weights.diagonal().to(self.dtype), inner.to(self.dtype)))
+        self.staged_samples += len(inner)
         if self.staged_samples >= STAGED_SAMPLES.get(self.totals.device.type, 4096):
             self._flush()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from errbar._base import linalg
 from errbar._base.container import Contents
-from errbar._curvature.fisher import weighted_rows
+from errbar._curvature.fisher import Weights
 from errbar._curvature.task import Task
-from errbar._curvature.workload import Cost, Workload
+from errbar._curvature.workload import Cost, Workload, draws_are_quicker, pushed
 from errbar._derivative.layers import LinearLayer
 from errbar._derivative.route import Route
+from errbar._derivative.trace import Seeds, TopClasses
 from errbar._distributed.team import Team
 from errbar._distributions.covariance import JointCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
@@ -185,7 +186,9 @@ class Accumulator(Protocol):
 class Summand(Protocol):
     """What `Differentiating` adds derivatives to."""
 
-    def add(self, logits: Float[Tensor, "B M"], derivative: Any, /) -> None: ...
+    def add(self, weights: Weights, derivative: Any, /) -> None:
+        """Add Σ_n J_nᵀ Λ_n J_n of some samples."""
+        ...
 
     def finish(self) -> Sum: ...
 
@@ -219,10 +222,15 @@ class Structure(ABC):
         """What adds up batches; with `rows`, the rows U_nᵀ of all samples are appended there."""
         return Differentiating(self, task, self.sums(task), rows)
 
-    def derivatives(self, task: Task, batch: Batch) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
-        """The logits and their derivative in the network's own dtype, for some samples at a time."""
+    def derivatives(
+        self, task: Task, batch: Batch, seeds: Seeds | None = None
+    ) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:
+        """The logits and their derivative in the network's own dtype, for some samples at a time.
+
+        With `seeds`, the derivative of as many combinations of the logits as there are seeds.
+        """
         assert task.route is not None
-        return task.route.derivatives(task.network, task.selection, batch)
+        return task.route.derivatives(task.network, task.selection, batch, seeds)
 
     def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         """N(ĝ, P^g) of the inputs of a prepared batch, for some of them at a time."""
@@ -231,6 +239,15 @@ class Structure(ABC):
             # Otherwise it would stay until the next one exists.
             del derivative
             yield gaussian
+
+    def top_gaussians(self, task: Task, factor: Any, batch: Batch, top: int) -> Iterator[LogitGaussian]:
+        """N(ĝ, P^g) of the `top` classes of each input with the largest means, by as many backward passes."""
+        seeds = TopClasses(top)
+        for mean, derivative in self.derivatives(task, batch, seeds):
+            classes = seeds.classes(mean)
+            own = mean.to(task.network.dtype).gather(1, classes)
+            gaussian = factor.gaussian(own, derivative.to(task.dtype))
+            yield LogitGaussian(own, gaussian.form, classes=classes)
 
     def joint(self, task: Task, factor: Any, batch: Batch) -> JointLogits:
         """The logits of a prepared batch of frames, and the covariance between all of them."""
@@ -256,17 +273,34 @@ class Differentiating:
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
         logits = []
-        for part, derivative in self.structure.derivatives(self.task, batch):
-            self.sums.add(part, derivative)
+        for part, derivative in self.structure.derivatives(self.task, batch, self.task.scores):
+            weights = self.task.weights(part)
+            self.sums.add(weights, derivative)
             logits.append(part)
             if self.rows is not None:
-                self.rows.append(weighted_rows(part, derivative.jacobian(), self.task.fisher, self.task.dtype))
+                self.rows.append(weights.rooted(derivative.jacobian().to(self.task.dtype)).flatten(0, 1))
             # Otherwise it would stay until the next one exists.
             del derivative
         return torch.cat(logits)
 
     def finish(self) -> Sum:
         return self.sums.finish()
+
+
+def planned_cost(structure: Structure, work: Workload) -> Cost:
+    """What a fit and predictions take; where labels are drawn, a fit takes these in place of all classes."""
+    cost = structure.cost(work)
+    if cost.seeds[1] and draws_are_quicker(work.classes, work.draws):
+        cost = pushed(cost, work)
+    if not work.scores:
+        return cost
+    drawn = structure.cost(replace(work, classes=work.scores, scores=0))
+    return replace(
+        cost,
+        fit_bytes=max(drawn.fit_bytes, cost.posterior_bytes),
+        sample_products=drawn.sample_products,
+        seeds=(drawn.seeds[0], cost.seeds[1]),
+    )
 
 
 def joint_logits(factor: Any, mean: Float[Tensor, "C M"], derivative: Any, network: Network) -> JointLogits:

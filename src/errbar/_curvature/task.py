@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from errbar._curvature.fisher import Fisher
+from errbar._curvature.fisher import Fisher, LogitWeights, ScoreWeights, Weights
 from errbar._curvature.layout import Layout
+from errbar._curvature.scores import ScoreDraws
 from errbar._derivative.route import Route
 from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
 from errbar._model.network import Network, Output, described_output, require_output
@@ -30,6 +33,7 @@ class Task:
     and 1 for structures without one. `layout` is what the first pass showed, and `batch_size` the expected size of
     batches; a file has neither. `unpack` reads later batches as it read those of the fit, and `batch_form` is the form
     that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
+    `scores` are the draws of `fisher="sampled"`.
     """
 
     network: Network
@@ -44,10 +48,17 @@ class Task:
     batch_size: int = 1
     unpack: KeptUnpack | None = None
     batch_form: Form | None = None
+    scores: ScoreDraws | None = None
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", product_dtype(self.network, self.precision))
+
+    def weights(self, logits: Float[Tensor, "B M"]) -> Weights:
+        """Λ of some samples, in what is differentiated: the logits, or with `sampled` the drawn scores."""
+        if self.scores is None:
+            return LogitWeights(logits, self.fisher)
+        return ScoreWeights(len(logits), self.scores.draws, logits.device)
 
     def on(self, network: Network) -> Task:
         """The same task about a model that must have these parameters, in these layers."""
@@ -67,6 +78,7 @@ class Task:
             "parameters": ", ".join(self.selection.names),
             "structure": self.structure,
             "fisher": self.fisher,
+            "draws and seed": str(self.scores),
             "number of classes": str(self.n_classes),
             "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
@@ -78,6 +90,7 @@ class Task:
         """Raise `MismatchError` unless sums of the two can be added."""
         for name, first, second in (
             ("fisher", self.fisher, other.fisher),
+            ("draws and seed", self.scores, other.scores),
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
             ("number of classes", self.n_classes, other.n_classes),

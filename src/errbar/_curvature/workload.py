@@ -28,6 +28,10 @@ ADDED_PRODUCTS = 200
 # Bytes of a backward pass for each sample and seed, as a share of the bytes of all module outputs on its path: measured
 # on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
+# A draw of the parameters that is pushed forward, and a backward pass for one class, in forward passes.
+_PUSH_PASSES, _BACKWARD_PASSES = 1.5, 2.0
+# Draws of the parameters, and what they become inside the network, take so many bytes at a time.
+PUSHED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 # What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
 _KEPT_SHARE = {"cpu": 1.3, "cuda": 1.1}
 # Freed pieces above this go back to the system (glibc's largest mmap threshold); smaller ones stay in the heap.
@@ -57,7 +61,8 @@ class Workload:
     `modules` are the selected parameters of each module, `tensors` the sizes of all selected tensors, `terms` the
     layers that can be taken apart; `tail_bytes` are the outputs of all modules from the first selected one on, for
     one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
-    the tensors in neither a term nor a norm layer, whose Jacobians are computed one sample at a time.
+    the tensors in neither a term nor a norm layer, whose Jacobians are computed one sample at a time. `scores` are the
+    labels drawn for each sample, 0 where all classes count.
     """
 
     modules: tuple[tuple[str, int], ...]
@@ -74,6 +79,7 @@ class Workload:
     draws: int
     alone: tuple[int, ...] = ()
     widest: int = 0
+    scores: int = 0
 
     @property
     def n(self) -> int:
@@ -134,8 +140,24 @@ class Cost:
         return max(self.fit_bytes, self.predict_bytes)
 
 
+def draws_are_quicker(classes: int, draws: int) -> bool:
+    """Whether K draws of the parameters, pushed forward, take less time than a backward pass for each class."""
+    return _PUSH_PASSES * draws < _BACKWARD_PASSES * classes
+
+
 def by_device(values: dict[str, int] | dict[str, float], device: str) -> float:
     return values.get(device, values["cpu"])
+
+
+def pushed(cost: Cost, work: Workload) -> Cost:
+    """The cost with predictions by draws of the parameters, pushed forward."""
+    samples = 2 * work.batch * work.classes * work.draws * work.network_itemsize
+    return replace(
+        cost,
+        predict_bytes=int(cost.posterior_bytes + 4 * by_device(PUSHED_BYTES, work.device) + samples),
+        input_products=float(work.draws * work.classes),
+        seeds=(cost.seeds[0], work.draws * _PUSH_PASSES / _BACKWARD_PASSES),
+    )
 
 
 def drawing_bytes(work: Workload, *, full: bool) -> int:

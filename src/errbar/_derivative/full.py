@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import jacrev, vmap
+from torch.func import jacrev, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errbar._derivative.trace import quiet_vmap
@@ -67,6 +67,70 @@ def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[T
             ]
             rows.append(torch.stack([_joined([part.reshape(-1) for part in row]) for row in gradients]).detach())
     return torch.stack(rows)
+
+
+def pulled_back(
+    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
+) -> Float[Tensor, "B c n"]:
+    """vᵀJ for c vectors of each sample, by products that go through that sample alone and never form J."""
+    if not batch.can_be_mapped:
+        return _products_one_by_one(network, selection, batch, vectors)
+    try:
+        return _vectorised_products(network, selection, batch, vectors)
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise ModelError(RANDOM_IN_EVAL) from error
+        # An operation without a batching rule. If the model itself is at fault, the plain loop raises its own error.
+        return _products_one_by_one(network, selection, batch, vectors)
+
+
+def _vectorised_products(
+    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
+) -> Float[Tensor, "B c n"]:
+    size = len(batch)
+    values = selection.values(network.module)
+
+    def single(sample: list[Tensor], cotangents: Tensor) -> dict[str, Tensor]:
+        back = vjp(lambda given: network.logits(batch.with_sample(sample), given)[0], values)[1]
+        gradients: dict[str, Tensor] = vmap(back)(cotangents)[0]
+        return gradients
+
+    # Fused attention kernels have no batching rule for their derivative; the plain formula has.
+    with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
+        parts = vmap(single)(batch.over_samples(), vectors)
+    rows = vectors.new_empty(size, vectors.shape[1], selection.n_parameters)
+    for name, where in selection.slices().items():
+        # `flatten(2)` would refuse the derivative by a parameter without dimensions, which has no third one.
+        rows[:, :, where] = parts.pop(name).reshape(*rows.shape[:2], -1)
+    return rows
+
+
+def _products_one_by_one(
+    network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
+) -> Float[Tensor, "B c n"]:
+    rows = vectors.new_zeros(len(batch), vectors.shape[1], selection.n_parameters)
+    values = {name: value.clone().requires_grad_() for name, value in selection.values(network.module).items()}
+    with torch.enable_grad():
+        for index in range(len(batch)):
+            logits = network.logits(batch.rows(index, index + 1), values)[0]
+            if not logits.requires_grad:
+                continue
+            for column, vector in enumerate(vectors[index]):
+                gradients = torch.autograd.grad(
+                    logits, list(values.values()), vector, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+                rows[index, column] = torch.cat([part.reshape(-1) for part in gradients])
+    return rows
+
+
+def each_by_itself(
+    network: Network, selection: Selection, batch: Batch, seeds: Float[Tensor, "k B M"] | None = None
+) -> Float[Tensor, "B k n"]:
+    """J of each sample, or of the combinations of its logits that `seeds` say."""
+    if seeds is None:
+        return jacobians(network, selection, batch)
+    dtype = network.input_dtype or network.dtype
+    return pulled_back(network, selection, batch, seeds.transpose(0, 1).to(dtype))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic, rounding_of
+from errbar._derivative.full import each_by_itself, pulled_back_by_the_whole_model, require_deterministic, rounding_of
 from errbar._derivative.layers import (
     NormLayer,
     SharedLayer,
@@ -27,7 +27,7 @@ from errbar._derivative.layers import (
     scatter_,
     shared_layers,
 )
-from errbar._derivative.trace import Trace, UnlikeFirstBatchError, class_seeds, record
+from errbar._derivative.trace import Seeds, Trace, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
@@ -139,41 +139,44 @@ class LayerwiseRoute:
             outer_size,
         )
 
-    def samples_at_a_time(self, device: torch.device) -> int:
-        """For how many samples the derivatives stay within a fixed number of bytes."""
-        numbers = self.inner_size + self.n_classes * (self.outer_size + len(self.rest_spans))
+    def samples_at_a_time(self, device: torch.device, count: int | None = None) -> int:
+        """For how many samples the derivatives, of `count` seeds or of all classes, stay within so many bytes."""
+        seeds = count or self.n_classes
+        numbers = self.inner_size + seeds * (self.outer_size + len(self.rest_spans))
         if self.layers and not self.inner_size:
-            numbers = self.n_classes * self.n_parameters  # unknown after loading from a file
+            numbers = seeds * self.n_parameters  # unknown after loading from a file
         return _rows(numbers, device)
 
-    def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
+    def chunks(self, batch: Batch, device: torch.device, count: int | None = None) -> Iterator[Batch]:
         """The batch in parts of `samples_at_a_time`."""
-        return batch.parts(self.samples_at_a_time(device))
+        return batch.parts(self.samples_at_a_time(device, count))
 
     def derivatives(
-        self, network: Network, batch: Batch, *, alone: Selection | None = None
+        self, network: Network, batch: Batch, seeds: Seeds | None = None, *, alone: Selection | None = None
     ) -> Iterator[tuple[Float[Tensor, "b M"], LayerwiseDerivative]]:
         """The logits and their derivative in the network's own dtype, for some samples at a time.
 
-        A batch that calls the layers in another way than the first one is refused or, with the selection `alone`,
-        differentiated one sample at a time.
+        With `seeds`, the derivative of as many combinations of the logits as there are seeds. A batch that calls the
+        layers in another way than the first one is refused or, with the selection `alone`, differentiated one sample at
+        a time.
         """
-        for part in self.chunks(batch, network.device):
+        count = None if seeds is None else seeds.count
+        for part in self.chunks(batch, network.device, count):
             try:
-                pair = self.differentiate(network, part)
+                pair = self.differentiate(network, part, seeds)
             except UnlikeFirstBatchError:
                 if alone is None:
                     raise
                 plain_route = LayerwiseRoute.of(alone, self.n_classes, ())
-                for few in plain_route.chunks(part, network.device):
-                    yield plain_route.differentiate(network, few)
+                for few in plain_route.chunks(part, network.device, count):
+                    yield plain_route.differentiate(network, few, seeds)
                 continue
             yield pair
             del pair
 
-    def traced(self, network: Network, batch: Batch) -> Iterator[tuple[Batch, Trace]]:
+    def traced(self, network: Network, batch: Batch, count: int | None = None) -> Iterator[tuple[Batch, Trace]]:
         """The batch in parts, each run through the network, for derivatives of some seeds at a time."""
-        numbers = self.inner_size + 2 * self.outer_size + self.n_classes * len(self.rest_spans)
+        numbers = self.inner_size + 2 * self.outer_size + (count or self.n_classes) * len(self.rest_spans)
         for part in batch.parts(_rows(numbers, network.device)):
             yield part, self._trace(network, part)
 
@@ -181,18 +184,24 @@ class LayerwiseRoute:
         """For how many seeds the derivatives of `size` samples stay within the same number of bytes."""
         return min(self.n_classes, max(1, part_bytes(device.type) // (8 * max(1, size * self.outer_size))))
 
-    def differentiate(self, network: Network, batch: Batch) -> tuple[Float[Tensor, "B M"], LayerwiseDerivative]:
+    def differentiate(
+        self, network: Network, batch: Batch, seeds: Seeds | None = None
+    ) -> tuple[Float[Tensor, "B M"], LayerwiseDerivative]:
         """The logits of a prepared batch and their derivative, both in the network's own dtype."""
         trace = self._trace(network, batch)
         logits = trace.logits.detach()
         names = self.differentiated(trace)
-        derivatives = trace.derivatives(names, class_seeds(logits)) if names else {}
-        terms = [layer.term(trace.calls[layer.name], derivatives.get(layer.name)) for layer in self.layers]
+        combined = None if seeds is None else seeds(batch, logits).to(logits.dtype)
+        derivatives = trace.derivatives(names, class_seeds(logits) if combined is None else combined) if names else {}
+        # Of a layer that returns the logits, V is the identity, or the seeds.
+        at_logits = None if combined is None else [combined]
+        terms = [layer.term(trace.calls[layer.name], derivatives.get(layer.name, at_logits)) for layer in self.layers]
         columns = [(where, part.transpose(0, 1)) for where, part in self.of_norms(derivatives)]
-        columns += self.of_rest(network, batch)
+        columns += self.of_rest(network, batch, combined)
         # Under autocast the logits may have a smaller dtype than derivatives.
         dtype = reduce(torch.promote_types, (part.dtype for _, part in columns), logits.dtype)
-        explicit = torch.empty(*logits.shape, len(self.rest_spans), dtype=dtype, device=logits.device)
+        count = logits.shape[1] if combined is None else len(combined)
+        explicit = torch.empty(len(logits), count, len(self.rest_spans), dtype=dtype, device=logits.device)
         for where, part in columns:
             explicit[..., where] = part
         return logits, LayerwiseDerivative(self.n_parameters, tuple(terms), self.rest_spans, explicit)
@@ -209,10 +218,12 @@ class LayerwiseRoute:
             for where, start in norm.spans:
                 yield self._where(start, where.stop - where.start), columns[..., where]
 
-    def of_rest(self, network: Network, batch: Batch) -> Iterator[tuple[slice, Float[Tensor, "B M c"]]]:
+    def of_rest(
+        self, network: Network, batch: Batch, seeds: Float[Tensor, "k B M"] | None = None
+    ) -> Iterator[tuple[slice, Float[Tensor, "B k c"]]]:
         """Jacobians by the parameters that neither a layer nor a norm holds, and where among `rest_spans` they go."""
         if self.rest.names:
-            columns = jacobians(network, self.rest, batch)
+            columns = each_by_itself(network, self.rest, batch, seeds)
             for name, start in zip(self.rest.names, self.rest_starts, strict=True):
                 where = self.rest.slices()[name]
                 yield self._where(start, where.stop - where.start), columns[..., where]

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar._derivative.full import jacobians, pulled_back_by_the_whole_model, require_deterministic
+from errbar._derivative.full import each_by_itself, pulled_back_by_the_whole_model, require_deterministic
 from errbar._derivative.layers import LinearLayer, LinearTerm, linear_layers, norm_layers, shared_layers
 from errbar._derivative.layerwise import LayerwiseRoute
-from errbar._derivative.trace import UnlikeFirstBatchError, class_seeds, record
+from errbar._derivative.trace import Seeds, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection, listed
@@ -117,49 +117,61 @@ class Route:
                 "weights are the same, the modules around them are not. Give the model of the fit."
             )
 
-    def chunks(self, batch: Batch, device: torch.device) -> Iterator[Batch]:
-        """The batch in parts whose derivatives stay within a fixed number of bytes."""
+    def chunks(self, batch: Batch, device: torch.device, count: int | None = None) -> Iterator[Batch]:
+        """The batch in parts whose derivatives stay within a fixed number of bytes.
+
+        `count` is the number of seeds, in place of the number of classes.
+        """
         size = FACTORED_ROWS.get(device.type, FACTORED_ROWS["cpu"])
         if self.by_layer is not None:
-            numbers = self.by_layer.n_classes * self.by_layer.n_parameters
+            numbers = (count or self.by_layer.n_classes) * self.by_layer.n_parameters
             limit = JACOBIAN_BYTES.get(device.type, JACOBIAN_BYTES["cpu"])
-            size = min(max(1, limit // (8 * numbers)), self.by_layer.samples_at_a_time(device))
+            size = min(max(1, limit // (8 * numbers)), self.by_layer.samples_at_a_time(device, count))
         return batch.parts(size)
 
     def derivatives(
-        self, network: Network, selection: Selection, batch: Batch
+        self, network: Network, selection: Selection, batch: Batch, seeds: Seeds | None = None
     ) -> Iterator[tuple[Float[Tensor, "b M"], Derivative]]:
-        """The logits of a prepared batch and their derivative, for some samples at a time."""
-        for part in self.chunks(batch, network.device):
-            yield differentiate(network, selection, self, part)
+        """The logits of a prepared batch and their derivative, for some samples at a time.
+
+        With `seeds`, the derivative of as many combinations of the logits as there are seeds.
+        """
+        for part in self.chunks(batch, network.device, None if seeds is None else seeds.count):
+            yield differentiate(network, selection, self, part, seeds)
 
 
 def differentiate(
-    network: Network, selection: Selection, route: Route, batch: Batch
+    network: Network, selection: Selection, route: Route, batch: Batch, seeds: Seeds | None = None
 ) -> tuple[Float[Tensor, "B M"], Derivative]:
-    """The logits of a prepared batch and their derivative, both in the network's own dtype."""
+    """The logits of a prepared batch and their derivative, both in the network's own dtype.
+
+    With `seeds`, the derivative of as many combinations of the logits as there are seeds.
+    """
     n = selection.n_parameters
     if route.by_layer is None:
-        logits, by_layer = capture(network, route.layers, batch)
+        logits, by_layer = capture(network, route.layers, batch, seeds)
         if by_layer is not None:
             terms = tuple(term for part in by_layer.values() for term in part)
-            return logits, Derivative(n, logits.shape[1], terms, None)
+            return logits, Derivative(n, logits.shape[1] if seeds is None else seeds.count, terms, None)
     else:
         try:
-            logits, derivative = route.by_layer.differentiate(network, batch)
-            return logits, Derivative(n, logits.shape[1], None, derivative.jacobian())
+            logits, derivative = route.by_layer.differentiate(network, batch, seeds)
+            explicit = derivative.jacobian()
+            return logits, Derivative(n, explicit.shape[1], None, explicit)
         except UnlikeFirstBatchError:
             logits = network.logits(batch)
     # The layers are not called as they were by the first batch: one sample at a time works whatever they do.
-    return logits, Derivative(n, logits.shape[1], None, jacobians(network, selection, batch))
+    explicit = each_by_itself(network, selection, batch, None if seeds is None else seeds(batch, logits))
+    return logits, Derivative(n, explicit.shape[1], None, explicit)
 
 
 def capture(
-    network: Network, layers: Sequence[LinearLayer], batch: Batch
+    network: Network, layers: Sequence[LinearLayer], batch: Batch, seeds: Seeds | None = None
 ) -> tuple[Float[Tensor, "B M"], dict[str, list[LinearTerm]] | None]:
     """The logits, and the terms V ⊗ hᵀ of each layer: one, or one for each token.
 
-    None in place of the terms when a layer was not called exactly once, or its input does not start with the samples.
+    With `seeds`, V is the derivative of those combinations of the logits. None in place of the terms when a layer was
+    not called exactly once, or its input does not start with the samples.
     """
     trace = record(network, [layer.name for layer in layers], batch)
     logits = trace.logits.detach()
@@ -169,10 +181,11 @@ def capture(
     ):
         return logits, None
     between = [layer.name for layer in layers if not trace.returns_logits(layer.name)]
-    derivatives = trace.derivatives(between, class_seeds(logits)) if between else {}
+    combined = None if seeds is None else seeds(batch, logits).to(logits.dtype)
+    derivatives = trace.derivatives(between, class_seeds(logits) if combined is None else combined) if between else {}
     terms = {}
     for layer in layers:
-        derivative = derivatives[layer.name][0] if layer.name in derivatives else None
+        derivative = derivatives[layer.name][0] if layer.name in derivatives else combined
         terms[layer.name] = _terms(layer, trace.calls[layer.name][0].inputs, derivative)
     # Layers may have other dtypes than each other, and under autocast than their inputs.
     tensors = [

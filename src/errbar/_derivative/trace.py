@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from errbar._derivative.layers import Call
@@ -39,6 +39,30 @@ class Trace:
         outputs = [call.variable for name in names for call in self.calls[name]]
         gradients = iter(_derivatives(self.logits, outputs, seeds))
         return {name: [next(gradients) for _ in self.calls[name]] for name in names}
+
+
+class Seeds(Protocol):
+    """Which combinations of the logits are differentiated, in place of each logit by itself."""
+
+    @property
+    def count(self) -> int: ...
+
+    def __call__(self, batch: Batch, logits: Float[Tensor, "B M"], /) -> Float[Tensor, "k B M"]: ...
+
+
+@dataclass(frozen=True)
+class TopClasses:
+    """The logits of the classes with the largest ones, by themselves, in falling order."""
+
+    count: int
+
+    def __call__(self, batch: Batch, logits: Float[Tensor, "B M"]) -> Float[Tensor, "k B M"]:
+        unit = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
+        return unit[self.classes(logits)].transpose(0, 1)
+
+    def classes(self, logits: Float[Tensor, "B M"]) -> Int[Tensor, "B k"]:
+        """Of equal logits, the class that comes first."""
+        return logits.argsort(dim=1, descending=True, stable=True)[:, : self.count]
 
 
 class UnlikeFirstBatchError(ModelError):

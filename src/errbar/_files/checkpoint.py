@@ -135,6 +135,7 @@ def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
         ("weights of the model", task.network.fingerprint, checkpoint.task.network.fingerprint),
         ("parameters", task.selection, checkpoint.task.selection),
         ("fisher", task.fisher, checkpoint.task.fisher),
+        ("draws or another seed", task.scores, checkpoint.task.scores),
         ("structure", task.structure, checkpoint.task.structure),
         ("precision", task.precision, checkpoint.task.precision),
         ("number of classes", task.n_classes, checkpoint.task.n_classes),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from errbar._base.container import Contents
 from errbar._base.json_fields import Fields
+from errbar._curvature.fisher import Fisher
 from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.structure import Description, Tensors
 from errbar._curvature.task import AbsentNetwork, Task, UnknownFunction
 from errbar._derivative.layers import LinearLayer, Patches, SharedLayer, norm_layer_in
@@ -55,7 +57,8 @@ def route_description(route: Route | None) -> Description:
 
 def task_description(task: Task) -> Description:
     """A task without its network, of which only the fingerprint and the dtype of results are kept."""
-    return {
+    scores = {} if task.scores is None else {"scores": asdict(task.scores)}
+    return scores | {
         "weights": task.network.fingerprint,
         "dtype": _name(task.network.dtype),
         "precision": task.precision,
@@ -78,7 +81,7 @@ def read_task(fields: Fields) -> Task:
     network = AbsentNetwork(fields.digest("weights"), dtype, _read_output(fields))
     precision: Any = fields.choice("precision", ("float64",)) if "precision" in fields else None
     structure = fields.choice("structure", structure_names())
-    fisher: Any = fields.choice("fisher", ("ggn", "eta"))
+    fisher: Any = fields.choice("fisher", get_args(Fisher))
     n_classes = fields.whole("n_classes", 2)
     parameters = fields.parts("parameters")
     names = tuple(part.text("name") for part in parameters)
@@ -101,7 +104,16 @@ def read_task(fields: Fields) -> Task:
         plan.whole("rank", 1),
         route,
         batch_form=_read_form(fields),
+        scores=_read_scores(fields, fisher),
     )
+
+
+def _read_scores(fields: Fields, fisher: str) -> ScoreDraws | None:
+    """The draws of a sampled Fisher information; files of before there was one say nothing."""
+    if fisher != "sampled":
+        return None
+    part = fields.part("scores")
+    return ScoreDraws(part.whole("draws", 1), part.whole("seed"))
 
 
 def _saved_output(output: Output) -> Description | None:

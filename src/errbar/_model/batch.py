@@ -53,7 +53,7 @@ class Batch:
 
     def __len__(self) -> int:
         """The number of samples: the first dimension of the first tensor."""
-        for value in _leaves((self.args, self.kwargs)):
+        for value in leaves((self.args, self.kwargs)):
             if isinstance(value, PackedSequence):
                 return int(value.batch_sizes[0])
             if value.ndim > 0:
@@ -65,8 +65,8 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the call, wherever in its arguments; of a PackedSequence its data."""
-        leaves = _leaves((self.args, self.kwargs))
-        return [value.data if isinstance(value, PackedSequence) else value for value in leaves]
+        found = leaves((self.args, self.kwargs))
+        return [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in found]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same call with `function` applied to each tensor in its arguments."""
@@ -96,7 +96,7 @@ class Batch:
     @property
     def can_be_mapped(self) -> bool:
         """Whether `torch.vmap` can go over the samples: not over those of a PackedSequence."""
-        return not any(isinstance(leaf, PackedSequence) for leaf in _leaves((self.args, self.kwargs)))
+        return not any(isinstance(leaf, PackedSequence) for leaf in leaves((self.args, self.kwargs)))
 
     def over_samples(self) -> list[Tensor]:
         """The tensors that run over the samples, in the order in which `with_sample` takes their rows."""
@@ -114,23 +114,23 @@ def _runs(leaf: Tensor, size: int) -> bool:
     return leaf.ndim > 0 and leaf.shape[0] == size
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     """The tensors and PackedSequences of an argument, which may be a dict, a list or a tuple of such."""
     if isinstance(value, (Tensor, PackedSequence)):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _leaves(part)
+            yield from leaves(part)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """The same argument with `function` applied to each of its leaves; one without leaves is returned as it is."""
     if isinstance(value, (Tensor, PackedSequence)):
         return function(value)
-    if next(_leaves(value), None) is None:
+    if next(leaves(value), None) is None:
         return value
     if isinstance(value, Mapping):
         parts = {name: _mapped(part, function) for name, part in value.items()}
@@ -165,7 +165,7 @@ def _packed_rows(packed: PackedSequence, start: int, stop: int) -> PackedSequenc
 def joined(inputs: Sequence[Batch]) -> Batch:
     """Batches of one sample each, without labels, as one batch."""
     first = inputs[0]
-    columns = iter(zip(*(_leaves((batch.args, batch.kwargs)) for batch in inputs), strict=True))
+    columns = iter(zip(*(leaves((batch.args, batch.kwargs)) for batch in inputs), strict=True))
 
     def together(leaf: Any) -> Any:
         column = next(columns)

@@ -15,6 +15,9 @@ from errbar._base.checks import whole_number
 from errbar._model.network import Network
 from errbar.errors import MismatchError, SelectionError
 
+# What `parameters` can be besides names of modules and parameters.
+NAMED_SETS = ("all", "trainable", "vectors")
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -91,7 +94,10 @@ def select(
 ) -> Selection:
     """The parameters asked for; `layers` in the order of their last use, without those that do not reach the logits."""
     available = dict(network.module.named_parameters())
-    names = _named(network.module, parameters) if last_layers is None else _last(layers, last_layers, idle)
+    if parameters == "vectors":
+        names = _last(layers, 1, idle) | {name for name, parameter in available.items() if parameter.ndim <= 1}
+    else:
+        names = _named(network.module, parameters) if last_layers is None else _last(layers, last_layers, idle)
     selected_names = [name for name in available if name in names]
     for name in selected_names:
         if not available[name].is_floating_point():
@@ -105,7 +111,7 @@ def require_one_question(last_layers: object, parameters: object) -> None:
         count = "neither" if last_layers is None else "both"
         raise SelectionError(
             f"Expected exactly one of last_layers= and parameters=, got {count}. Use last_layers=2 for the two layers "
-            "that run last, parameters='all' or 'trainable', or parameters=['name', ...]."
+            "that run last, parameters='all', 'trainable' or 'vectors', or parameters=['name', ...]."
         )
     if last_layers is not None:
         whole = whole_number(last_layers)
@@ -116,7 +122,9 @@ def require_one_question(last_layers: object, parameters: object) -> None:
         return
     names = [parameters] if isinstance(parameters, str) else parameters
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise SelectionError(f"parameters is {parameters!r}; expected module or parameter names, 'all' or 'trainable'.")
+        raise SelectionError(
+            f"parameters is {parameters!r}; expected module or parameter names, 'all', 'trainable' or 'vectors'."
+        )
     if len(names) == 0:
         raise SelectionError("parameters is empty; expected at least one module or parameter name, or 'all'.")
 

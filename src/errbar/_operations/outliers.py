@@ -129,7 +129,8 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
     """
     covariance = gaussian.covariance.double()
     mean = gaussian.mean.double()
-    root = fisher_root(mean, fisher)
+    # What was drawn for the input is known only on average, and that is Λ itself.
+    root = fisher_root(mean, "ggn" if fisher == "sampled" else fisher)
     half = root.mT @ covariance
     remainder = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device) - linalg.symmetric(half @ root)
     try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from errbar._base.memory import available_bytes, readable, usable_bytes
 from errbar._curvature.layout import Layout
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
-from errbar._curvature.structure import Structure
+from errbar._curvature.structure import Structure, planned_cost
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Workload
 from errbar._model.selection import Selection
@@ -20,7 +21,7 @@ def structure_that_fits(task: Task, rank: int) -> str:
     """The choice of `structure="auto"`: the first structure that fits into memory, with a notice if it is not exact."""
     device = task.network.device
     usable, work = usable_bytes(device), _workload(task, task.selection, rank)
-    costs = {name: structure_called(name).cost(work) for name in structure_names()}
+    costs = {name: planned_cost(structure_called(name), work) for name in structure_names()}
     structure = next((name for name, cost in costs.items() if cost.peak_bytes <= usable), None)
     if structure is None:
         least = min(costs, key=lambda name: costs[name].peak_bytes)
@@ -45,13 +46,15 @@ def require_fits(task: Task, structure: Structure) -> None:
     if task.layout is None:
         return
     rank = task.rank if task.route is None else DEFAULT_RANK
-    peak = structure.cost(_workload(task, task.selection, rank)).peak_bytes
+    peak = planned_cost(structure, _workload(task, task.selection, rank)).peak_bytes
     if peak > usable_bytes(task.network.device):
         raise _refusal(task, task.structure, rank, "")
 
 
 def _workload(task: Task, selection: Selection, rank: int) -> Workload:
-    return _layout(task).workload(selection, batch=task.batch_size, fisher=task.fisher, dtype=task.dtype, rank=rank)
+    scores = 0 if task.scores is None else task.scores.draws
+    sizes: dict[str, Any] = {"batch": task.batch_size, "fisher": task.fisher, "dtype": task.dtype, "rank": rank}
+    return _layout(task).workload(selection, **sizes, scores=scores)
 
 
 def _layout(task: Task) -> Layout:
@@ -65,7 +68,7 @@ def _refusal(task: Task, name: str, rank: int, start: str) -> SizeError:
     usable = usable_bytes(device)
 
     def peak(name: str, selection: Selection) -> int:
-        return structure_called(name).cost(_workload(task, selection, rank)).peak_bytes
+        return planned_cost(structure_called(name), _workload(task, selection, rank)).peak_bytes
 
     other = next((n for n in structure_names() if n != name and peak(n, task.selection) <= usable), None)
     layers = _most_layers(_layout(task), lambda selection: peak(name, selection) <= usable)

@@ -23,10 +23,12 @@ from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.scores import ScoreDraws, require_draws
 from errbar._curvature.structure import Rows
 from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
+from errbar._distributions.sampling import require_seed
 from errbar._model.batch import Batch, Unpack, checked_labels, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._model.selection import require_one_question
@@ -45,6 +47,8 @@ def collect(
     last_layers: int | None = None,
     parameters: str | Sequence[str] | None = None,
     fisher: str = "ggn",
+    draws: int = 1,
+    seed: int = 0,
     structure: str = "dense",
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
@@ -63,9 +67,14 @@ def collect(
         model: a trained classifier that returns logits; never modified.
         data: a Dataset, a DataLoader or an iterable of batches, read once.
         last_layers: the parameters of the r layers that run last and that the logits depend on.
-        parameters: module or parameter names, "all", or "trainable" for those that require gradients (adapters in a
-            frozen network); give either this or `last_layers`.
-        fisher: "ggn", or "eta" for the paper's diagonal form.
+        parameters: module or parameter names; "all"; "trainable" for those that require gradients (adapters in a frozen
+            network); or "vectors" for the last layer and every parameter of at most one dimension (scales and shifts
+            of norm layers, biases). Give either this or `last_layers`.
+        fisher: "ggn", "eta" for the paper's diagonal form, or "sampled": an unbiased estimate of "ggn" by labels drawn
+            from the network, which costs as many backward passes as there are draws, whatever the number of classes.
+        draws: labels drawn for each sample, and
+        seed: of those draws; for `fisher="sampled"` alone. A draw follows from the seed and the numbers of its sample,
+            so samples that are equal have equal draws.
         structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
             for whole networks. "auto" takes the first of dense, block, kron, lowrank, diag that fits into memory, with
             a `StructureNotice` if that is not exact; so does "kron" about layers that it treats as "diag" does.
@@ -88,6 +97,8 @@ def collect(
         last_layers=last_layers,
         parameters=parameters,
         fisher=fisher,
+        draws=draws,
+        seed=seed,
         structure=structure,
         rank=rank,
         precision=precision,
@@ -119,6 +130,8 @@ class Request:
     last_layers: int | None
     parameters: str | Sequence[str] | None
     fisher: str
+    draws: int
+    seed: int
     structure: str
     rank: int
     precision: str | None
@@ -136,6 +149,8 @@ class Request:
 
             file = require_checkpoint(self.checkpoint, self.every, rank=rank, ranks=ranks)
         require_fisher(self.fisher)
+        require_draws(self.draws)
+        require_seed(self.seed)
         require_option("structure", self.structure, (*structure_names(), "auto"))
         require_option("precision", self.precision, (None, "float64"))
         return file, Network(self.model, self.output)
@@ -158,6 +173,7 @@ class Request:
                 batch_size=size,
                 unpack=kept_unpack(self.unpack, form),
                 batch_form=form,
+                scores=ScoreDraws(self.draws, self.seed) if self.fisher == "sampled" else None,
             )
             del inspection  # the graph behind it
             if self.structure == "auto":

@@ -14,7 +14,7 @@ _DATA = "An .npz or .parquet file, a folder of pictures, or package.module:calla
 DEFAULT_PRIOR = "1.0"
 
 # Options with few values; another value is a usage error, whose message lists these.
-FisherName = Literal["ggn", "eta"]
+FisherName = Literal["ggn", "eta", "sampled"]
 StructureName = Literal["auto", "dense", "block", "kron", "lowrank", "diag"]
 PrecisionName = Literal["model", "float64"]
 ObjectiveName = Literal["nll", "brier", "ece"]
@@ -79,7 +79,10 @@ ClassNames = Annotated[
 ]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Monte Carlo draws per input.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")]
-Fisher = Annotated[FisherName, typer.Option("--fisher", help="ggn, or eta for the paper's diagonal form.")]
+Fisher = Annotated[
+    FisherName,
+    typer.Option("--fisher", help="ggn; eta, diagonal as in the paper; or sampled, ggn by drawn labels."),
+]
 Rank = Annotated[int, typer.Option("--rank", min=1, help="Rank of the sketch, for lowrank.")]
 Precision = Annotated[
     PrecisionName, typer.Option("--precision", help="Precision of products: the model's own, or float64.")
