@@ -41,6 +41,9 @@ class Covariance(Protocol):
 
     def to(self, dtype: torch.dtype) -> Covariance: ...
 
+    def of_classes(self, classes: Int[Tensor, "B t"]) -> FullCovariance:
+        """The rows and columns of some classes of each input."""
+
     def centred(self) -> Covariance:
         """The covariance of g minus its mean over the classes."""
 
@@ -83,6 +86,10 @@ class FullCovariance:
 
     def to(self, dtype: torch.dtype) -> FullCovariance:
         return FullCovariance(self.values.to(dtype))
+
+    def of_classes(self, classes: Int[Tensor, "B t"]) -> FullCovariance:
+        rows = self.values.gather(1, classes[:, :, None].expand(-1, -1, self.values.shape[2]))
+        return FullCovariance(rows.gather(2, classes[:, None, :].expand(-1, classes.shape[1], -1)))
 
     def centred(self) -> FullCovariance:
         columns = self.values - self.values.mean(1, keepdim=True)
@@ -131,6 +138,9 @@ class DiagonalCovariance:
 
     def to(self, dtype: torch.dtype) -> DiagonalCovariance:
         return DiagonalCovariance(self.values.to(dtype))
+
+    def of_classes(self, classes: Int[Tensor, "B t"]) -> FullCovariance:
+        return FullCovariance(torch.diag_embed(self.values.gather(1, classes)))
 
     def centred(self) -> FullCovariance:
         return FullCovariance(self.matrix()).centred()
@@ -185,6 +195,10 @@ class FactoredCovariance:
 
     def to(self, dtype: torch.dtype) -> FactoredCovariance:
         return replace(self, weights=self.weights.to(dtype))
+
+    def of_classes(self, classes: Int[Tensor, "B t"]) -> FullCovariance:
+        half = self.basis.to(self.weights.dtype)[classes] * self.weights.clamp_min(0).sqrt()[:, None, :]
+        return FullCovariance(half @ half.mT)
 
     def centred(self) -> FactoredCovariance:
         return replace(self, basis=self._centred_basis())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base import linalg
@@ -26,21 +26,27 @@ _VALUES_OF_FORM: Any = property(lambda joint: joint.form.values)
 class LogitGaussian:
     """N(ĝ, P^g) for each of B inputs (eq:linearize).
 
-    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `form`
-    holds P^g, in full or more compactly.
+    `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `classes` are
+    set by `logits(x, top=…)`: which of the network's classes the columns are. `form` holds P^g, in full or more
+    compactly.
     """
 
     mean: Float[Tensor, "B M"]
     covariance: Float[Tensor, "B M M"] = _MATRIX_OF_FORM
     rank: int | None = None
+    classes: Int[Tensor, "B M"] | None = None
     form: Covariance = field(init=False, repr=False)
 
     def __init__(
-        self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B M M"] | Covariance, rank: int | None = None
+        self,
+        mean: Float[Tensor, "B M"],
+        covariance: Float[Tensor, "B M M"] | Covariance,
+        rank: int | None = None,
+        classes: Int[Tensor, "B M"] | None = None,
     ) -> None:
         """A tensor is checked; a covariance object, which is valid by construction, is not, nor is its mean."""
         form = covariance if isinstance(covariance, Covariance) else _checked_covariance(mean, covariance)
-        for name, value in (("mean", mean), ("form", form), ("rank", rank)):
+        for name, value in (("mean", mean), ("form", form), ("rank", rank), ("classes", classes)):
             object.__setattr__(self, name, value)
 
     @staticmethod
@@ -49,7 +55,10 @@ class LogitGaussian:
         if len(parts) == 1:
             return parts[0]
         form = parts[0].form.joined([part.form for part in parts[1:]])
-        return LogitGaussian(torch.cat([part.mean for part in parts]), form)
+        classes = [part.classes for part in parts if part.classes is not None]
+        return LogitGaussian(
+            torch.cat([part.mean for part in parts]), form, classes=torch.cat(classes) if classes else None
+        )
 
     @property
     def variance(self) -> Float[Tensor, "B M"]:
@@ -67,27 +76,37 @@ class LogitGaussian:
     def __getitem__(self, rows: slice) -> LogitGaussian:
         if not isinstance(rows, slice):
             raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
-        return LogitGaussian(self.mean[rows], self.form[rows], self.rank)
+        classes = None if self.classes is None else self.classes[rows]
+        return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes)
+
+    def of_classes(self, classes: Int[Tensor, "B t"]) -> LogitGaussian:
+        """The logits of some classes of each input, in this order."""
+        return LogitGaussian(self.mean.gather(1, classes), self.form.of_classes(classes), self.rank, classes)
 
     def rounded(self) -> LogitGaussian:
         """The covariance in the dtype of the mean."""
-        return LogitGaussian(self.mean, self.form.to(self.mean.dtype), self.rank)
+        return LogitGaussian(self.mean, self.form.to(self.mean.dtype), self.rank, self.classes)
 
     def tempered(self, temperature: float) -> LogitGaussian:
         """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
         T = require_temperature(temperature)
-        return LogitGaussian(self.mean / T, self.form / T**2, self.rank)
+        return LogitGaussian(self.mean / T, self.form / T**2, self.rank, self.classes)
 
     def scaled(self, covariance_scale: float) -> LogitGaussian:
         """N(ĝ, T_c P^g) (sec:high-level)."""
-        return LogitGaussian(self.mean, self.form * require_covariance_scale(covariance_scale), self.rank)
+        scale = require_covariance_scale(covariance_scale)
+        return LogitGaussian(self.mean, self.form * scale, self.rank, self.classes)
 
     def centered(self) -> LogitGaussian:
         """The distribution of g minus its mean over the classes, which has the same softmax."""
-        return LogitGaussian(self.mean - self.mean.mean(1, keepdim=True), self.form.centred(), self.rank)
+        mean = self.mean - self.mean.mean(1, keepdim=True)
+        return LogitGaussian(mean, self.form.centred(), self.rank, self.classes)
 
     def predict(self, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
-        """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol"."""
+        """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol".
+
+        Of some `classes` alone, the probabilities are conditional on these: they sum to one over them.
+        """
         root, jitter = self.form.sampling_root(self.mean.dtype)
         return Prediction.from_sampler(GaussianSampler.of(self.mean, root, samples, seed, draws), jitter)
 

@@ -48,7 +48,8 @@ def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGauss
     assert information_vector is not None
     covariance = linalg.inverse(information, name="The fused information")
     mean = (covariance @ information_vector[..., None])[..., 0]
-    return _in_logits(mean, covariance, basis, dtype)
+    fused = _in_logits(mean, covariance, basis, dtype)
+    return LogitGaussian(fused.mean, fused.form, classes=sources[0].classes)
 
 
 def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = None) -> LogitGaussian:
@@ -222,6 +223,11 @@ def _require_fusible(sources: list[LogitGaussian]) -> None:
                 f"Cannot fuse classifiers with {sources[0].mean.shape[1]} and {source.mean.shape[1]} classes; expected "
                 "the same classes in the same order."
             )
+        if not _same_classes(source.classes, sources[0].classes):
+            raise MismatchError(
+                "Cannot fuse logits of different classes; expected logits(x) of all classes, or for each input the "
+                "same classes in the same order."
+            )
         if len(source) != len(sources[0]):
             raise MismatchError(
                 f"Cannot fuse {len(sources[0])} inputs with {len(source)}; expected row i of each to be one object."
@@ -230,3 +236,9 @@ def _require_fusible(sources: list[LogitGaussian]) -> None:
             raise MismatchError(
                 f"Cannot fuse logits on {sources[0].mean.device} with logits on {source.mean.device}; move one first."
             )
+
+
+def _same_classes(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)

@@ -21,6 +21,8 @@ from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import Layout, inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.scores import require_draws
+from errbar._curvature.structure import planned_cost
 from errbar._curvature.task import product_dtype
 from errbar._curvature.workload import Cost, Workload
 from errbar._distributions.sampling import require_samples
@@ -101,6 +103,7 @@ def plan(
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     samples: int = 1000,
+    draws: int = 1,
     unpack: Unpack | None = None,
     output: Output = None,
 ) -> Plan:
@@ -116,12 +119,13 @@ def plan(
         rank: as in `collect`.
         precision: as in `collect`.
         samples: Monte Carlo draws of a prediction.
+        draws: as in `collect`, for `fisher="sampled"`.
         unpack: as in `collect`.
         output: as in `collect`.
     """
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
-    draws, directions = require_samples(samples), whole_number(rank)
+    samples, directions, scores = require_samples(samples), whole_number(rank), require_draws(draws)
     if directions is None or directions < 1:
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
     network = Network(model, output)
@@ -138,7 +142,8 @@ def plan(
         speed = _Speed.of(network, batch, dtype)
     options = []
     for last_layers, selection in _selections(layout):
-        work = layout.workload(selection, batch=len(batch), fisher=kind, dtype=dtype, rank=directions, draws=draws)
+        sizes: dict[str, Any] = {"batch": len(batch), "fisher": kind, "dtype": dtype, "rank": directions}
+        work = layout.workload(selection, **sizes, draws=samples, scores=scores if kind == "sampled" else 0)
         share = layout.tail_share(selection)
         alone = tuple(layout.alone(selection).matrices())
         options += [_option(name, last_layers, work, share, speed, limit, alone) for name in structure_names()]
@@ -161,7 +166,7 @@ def _option(
     limit: int,
     alone: tuple[str, ...],
 ) -> Option:
-    cost = structure_called(structure).cost(work)
+    cost = planned_cost(structure_called(structure), work)
     fit, once, predict = speed.seconds(cost, work, share)
     return Option(
         structure=structure,

@@ -36,6 +36,7 @@ from errbar._model.network import Network, Output, require_finite_logits
 from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
 from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
+from errbar._posterior.pushing import pushed_deviations, pushing_is_cheaper, require_top
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
 # Rounding of the information above this share of the prior gives a warning.
@@ -73,23 +74,29 @@ class Posterior:
         """P in float64, without T and T_c."""
         return self.factor.covariance.clone()
 
-    def logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
-        """N(ĝ/T, T_c P^g/T²) for each input (eq:linearize); `x` and `unpack` as in `predict`."""
-        return self.unrounded_logits(x, unpack=unpack).rounded()
+    def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
+        """N(ĝ/T, T_c P^g/T²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
 
-    def unrounded_logits(self, x: Any, *, unpack: Unpack | None = None) -> LogitGaussian:
+        With `top`, of that many classes of each input alone, those with the largest means in falling order, which
+        `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes.
+        """
+        return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
+
+    def unrounded_logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
 
         The variance of the common shift of the logits can be orders of magnitude above that of the contrasts, so
         samples are drawn before the covariance is rounded to the dtype of results.
         """
+        task = self.information.task
+        if top is not None:
+            require_top(top, task.n_classes)
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
-            return LogitGaussian.concatenated([self.unrounded_logits(batch) for batch in stream])
-        task = self.information.task
+            return LogitGaussian.concatenated([self.unrounded_logits(batch, top=top) for batch in stream])
         with plain_execution(task.network.device):
             checks, batch = self._prepared(x, unpack)
-            parts = list(self._checked(batch, checks))
+            parts = list(self._checked(batch, checks, top))
             checks.finish()
         return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
 
@@ -118,16 +125,41 @@ class Posterior:
                 the inputs are not.
             samples: Monte Carlo draws.
             seed: of those draws.
-            draws: as in `LogitGaussian.predict`.
+            draws: as in `LogitGaussian.predict`. "random" ones are of the logits, by P^g; or, where there are so many
+                classes that it is quicker, of the parameters (`_posterior.pushing`), with the same distribution.
             unpack: a function from a batch to (args, kwargs, labels), whose labels are ignored. Unless given, that of
                 the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
                 end. A tensor or a mapping of another form goes to the model as it is.
         """
+        if draws == "random" and pushing_is_cheaper(self.information.task, require_samples(samples)):
+            return self._pushed_prediction(x, samples, require_seed(seed), unpack)
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
 
-    def _checked(self, batch: Batch, checks: Checks) -> Iterator[LogitGaussian]:
+    def _pushed_prediction(self, x: Any, samples: int, seed: int, unpack: Unpack | None) -> Prediction:
+        """f⁽ᵏ⁾ = softmax((ĝ + √T_c J δ⁽ᵏ⁾)/T), δ⁽ᵏ⁾ ~ N(0, P): the distribution of `logits`, without P^g."""
         task = self.information.task
-        for gaussian in structure_called(task.structure).gaussians(task, self.factor, batch):
+        scale = math.sqrt(self.covariance_scale)
+        batches = input_batches(x, unpack or self.unpack) if is_stream(x) else [x]
+        parts = []
+        with plain_execution(task.network.device):
+            for part in batches:
+                checks, batch = self._prepared(part, unpack)
+                mean = task.network.logits(batch).to(task.network.dtype)
+                require_finite_logits(mean, checks)
+                checks.finish()
+                logits = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
+                logits.mul_(scale).add_(mean[:, :, None]).div_(self.temperature)
+                parts.append(softmax_over_classes_(logits))
+        return Prediction.from_sampler(GivenSampler(torch.cat(parts)))
+
+    def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
+        task = self.information.task
+        structure = structure_called(task.structure)
+        if top is None:
+            gaussians = structure.gaussians(task, self.factor, batch)
+        else:
+            gaussians = structure.top_gaussians(task, self.factor, batch, top)
+        for gaussian in gaussians:
             require_finite_logits(gaussian.mean, checks)
             yield gaussian
 
@@ -392,6 +424,8 @@ def fit(
     last_layers: int | None = None,
     parameters: str | Sequence[str] | None = None,
     fisher: str = "ggn",
+    draws: int = 1,
+    seed: int = 0,
     structure: str = "dense",
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
@@ -409,6 +443,8 @@ def fit(
         last_layers=last_layers,
         parameters=parameters,
         fisher=fisher,
+        draws=draws,
+        seed=seed,
         structure=structure,
         rank=rank,
         precision=precision,

@@ -1,0 +1,84 @@
+"""Samples of the linearised logits by draws of the parameters that are pushed forward: J δ, δ ~ N(0, P).
+
+They have the distribution N(0, P^g) that the delta method gives, for all classes at once, and nothing of size M × M is
+made. The K draws are the same for all inputs, and are made again for each batch: never all of them are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar._base.checks import whole_number
+from errbar._base.memory import require_memory
+from errbar._curvature.structure import Factor
+from errbar._curvature.task import Task
+from errbar._curvature.workload import PUSHED_BYTES, draws_are_quicker
+from errbar._derivative.forward import pushed_forward
+from errbar._model.batch import Batch
+from errbar.errors import ArgumentError
+
+# Activations of one input and direction, where no pass has told what they take: a guess on the safe side.
+_UNKNOWN_ACTIVATIONS = 2**24
+
+
+def pushing_is_cheaper(task: Task, samples: int) -> bool:
+    """Whether K draws pushed forward take less time than P^g, which takes a backward pass for each class.
+
+    Not where all that is selected is a layer that returns the logits: there P^g takes no backward pass at all.
+    """
+    route = task.route
+    if route is not None:
+        by_layer = route.by_layer
+        if route.identity or (by_layer is not None and not by_layer.outer_size and not len(by_layer.rest_spans)):
+            return False
+    return draws_are_quicker(task.n_classes, samples)
+
+
+def require_top(top: object, classes: int) -> int:
+    number = whole_number(top)
+    if number is None or not 2 <= number <= classes:
+        raise ArgumentError(f"top is {top!r}; expected a whole number of classes, from 2 to {classes}.")
+    return number
+
+
+def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, seed: int) -> Float[Tensor, "B M K"]:
+    """J δ of each input of a prepared batch, for K draws δ of the parameters."""
+    network, selection = task.network, task.selection
+    require_memory(
+        2 * len(batch) * task.n_classes * samples * network.dtype.itemsize,
+        network.device,
+        what=f"{samples:,} samples of {task.n_classes:,} probabilities for {len(batch):,} inputs",
+        instead="Ask for fewer samples, or for fewer inputs at a time.",
+    )
+    deviations: Tensor | None = None
+    first = 0
+    for normal in _normal_rows(samples, selection.n_parameters, seed, _draws_at_a_time(task, len(batch))):
+        directions = factor.sample(normal.to(network.device))
+        pushed = pushed_forward(network, selection, batch, directions).detach()
+        if deviations is None:
+            deviations = pushed.new_empty(*pushed.shape[1:], samples)
+        deviations[..., first : first + len(pushed)] = pushed.permute(1, 2, 0)
+        first += len(pushed)
+    assert deviations is not None
+    return deviations
+
+
+def _draws_at_a_time(task: Task, size: int) -> int:
+    device = task.network.device
+    limit = PUSHED_BYTES.get(device.type, PUSHED_BYTES["cpu"])
+    activations = _UNKNOWN_ACTIVATIONS
+    if task.layout is not None:
+        activations = task.layout.output_bytes
+    return max(1, min(limit // (8 * task.selection.n_parameters), limit // max(1, size * activations)))
+
+
+def _normal_rows(samples: int, n: int, seed: int, at_a_time: int) -> Iterator[Float[Tensor, "k n"]]:
+    """Standard normal rows in float64 on the CPU, the same whatever the number that is made at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    for first in range(0, samples, at_a_time):
+        rows = range(first, min(first + at_a_time, samples))
+        yield torch.stack([torch.randn(n, generator=generator, dtype=torch.float64) for _ in rows])
