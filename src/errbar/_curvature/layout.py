@@ -86,10 +86,10 @@ class Layout:
         return len(self.ran)
 
     @property
-    def output_bytes(self) -> int:
-        """Bytes of the outputs of all modules, for one sample."""
+    def widest_bytes(self) -> int:
+        """Bytes of the largest output of a module, for one sample."""
         itemsize = (self.network.input_dtype or self.network.dtype).itemsize
-        return itemsize * sum(event.outputs for event in self.events)
+        return itemsize * max((event.outputs for event in self.events), default=1)
 
     def last(self, count: int) -> Selection:
         return select(self.network, self.ran, last_layers=count, parameters=None)

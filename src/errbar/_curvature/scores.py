@@ -20,13 +20,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from errbar._base.checks import whole_number
+from errbar._base.counter import GAMMA, mixed, uniform
 from errbar._model.batch import Batch, leaves
 from errbar.errors import ArgumentError
 
-# Constants of the finaliser of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_FIRST = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND = 0x94D049BB133111EB - 2**64
 # Masks of sequences, by the names that models give them: what they leave out is padding.
 _MASKS = ("attention_mask",)
 
@@ -53,8 +50,8 @@ class ScoreDraws:
     def labels(self, keys: Int[Tensor, "B"], logits: Float[Tensor, "B M"]) -> Int[Tensor, "B k"]:
         """Labels drawn from softmax(g) by the inverse of its distribution function."""
         cumulative = torch.softmax(logits.double(), 1).cumsum(1)
-        uniform = uniforms(keys, self.seed, self.draws)
-        labels = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        levels = uniforms(keys, self.seed, self.draws) * cumulative[:, -1:]
+        labels = torch.searchsorted(cumulative, levels, right=True)
         return labels.clamp_max(logits.shape[1] - 1)
 
 
@@ -80,15 +77,15 @@ def sample_keys(batch: Batch) -> Int[Tensor, "B"]:
         key = _leaf_keys(leaf, index, mask)
         total = key if total is None else total + key
     assert total is not None, "a batch holds a tensor that runs over its samples"
-    return _mixed(total)
+    return mixed(total)
 
 
 def uniforms(keys: Int[Tensor, "B"], seed: int, draws: int) -> Float[Tensor, "B k"]:
     """`draws` numbers in [0, 1) for each key, in float64."""
     counter = torch.arange(1, draws + 1, device=keys.device)
-    start = _mixed(torch.tensor([seed], dtype=torch.int64, device=keys.device))
-    bits = _mixed(keys[:, None] + start + counter * _GAMMA)
-    return _shifted(bits, 11).double() * 2.0**-53
+    start = mixed(torch.tensor([seed], dtype=torch.int64, device=keys.device))
+    bits = mixed(keys[:, None] + start + counter * GAMMA)
+    return uniform(bits)
 
 
 def _padded_leaves(batch: Batch) -> list[Tensor]:
@@ -100,25 +97,13 @@ def _padded_leaves(batch: Batch) -> list[Tensor]:
 
 def _leaf_keys(leaf: Tensor, index: int, mask: Tensor | None) -> Int[Tensor, "B"]:
     # Adding 0.0 makes of −0.0 a zero with no bits.
-    bits = _mixed((leaf.detach().double() + 0.0).view(torch.int64))
+    bits = mixed((leaf.detach().double() + 0.0).view(torch.int64))
     if mask is not None and mask is not leaf and leaf.shape[: mask.ndim] == mask.shape:
         keep = (mask != 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
         bits = torch.where(keep, bits, 0)
     # A place is known by its coordinates, not by how many others there are: padding moves no number.
-    place = torch.tensor(index + 1, dtype=torch.int64, device=leaf.device) * _SECOND
+    place = torch.tensor(index + 1, dtype=torch.int64, device=leaf.device) * GAMMA
     for dimension in range(1, bits.ndim):
         coordinate = torch.arange(1, bits.shape[dimension] + 1, device=bits.device)
-        place = _mixed(place[..., None] + coordinate * _GAMMA)
+        place = mixed(place[..., None] + coordinate * GAMMA)
     return (bits * (place | 1)).flatten(1).sum(1) if bits.ndim > 1 else bits * (place | 1)
-
-
-def _mixed(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of the argument, and 0 stays 0."""
-    bits = (bits ^ _shifted(bits, 30)) * _FIRST
-    bits = (bits ^ _shifted(bits, 27)) * _SECOND
-    return bits ^ _shifted(bits, 31)
-
-
-def _shifted(bits: Int[Tensor, "*n"], count: int) -> Int[Tensor, "*n"]:
-    """A shift to the right that brings in zeros, whatever the sign."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base.checks import whole_number
+from errbar._base.counter import normal_row
 from errbar._base.memory import require_memory
 from errbar._curvature.structure import Factor
 from errbar._curvature.task import Task
@@ -21,6 +22,8 @@ from errbar._derivative.forward import pushed_forward
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
+# Outputs as large as the widest that are held at a time: of a layer, of its tangent, and of what they are made from.
+_LIVE_OUTPUTS = 6
 # Activations of one input and direction, where no pass has told what they take: a guess on the safe side.
 _UNKNOWN_ACTIVATIONS = 2**24
 
@@ -56,8 +59,9 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
     )
     deviations: Tensor | None = None
     first = 0
-    for normal in _normal_rows(samples, selection.n_parameters, seed, _draws_at_a_time(task, len(batch))):
-        directions = factor.sample(normal.to(network.device))
+    at_a_time = _draws_at_a_time(task, len(batch))
+    for normal in _normal_rows(samples, selection.n_parameters, seed, at_a_time, network.device):
+        directions = factor.sample(normal)
         pushed = pushed_forward(network, selection, batch, directions).detach()
         if deviations is None:
             deviations = pushed.new_empty(*pushed.shape[1:], samples)
@@ -72,13 +76,14 @@ def _draws_at_a_time(task: Task, size: int) -> int:
     limit = PUSHED_BYTES.get(device.type, PUSHED_BYTES["cpu"])
     activations = _UNKNOWN_ACTIVATIONS
     if task.layout is not None:
-        activations = task.layout.output_bytes
+        activations = _LIVE_OUTPUTS * task.layout.widest_bytes
     return max(1, min(limit // (8 * task.selection.n_parameters), limit // max(1, size * activations)))
 
 
-def _normal_rows(samples: int, n: int, seed: int, at_a_time: int) -> Iterator[Float[Tensor, "k n"]]:
-    """Standard normal rows in float64 on the CPU, the same whatever the number that is made at a time."""
-    generator = torch.Generator().manual_seed(seed)
+def _normal_rows(
+    samples: int, n: int, seed: int, at_a_time: int, device: torch.device
+) -> Iterator[Float[Tensor, "k n"]]:
+    """Standard normal rows, the same whatever the number that is made at a time, and wherever."""
     for first in range(0, samples, at_a_time):
         rows = range(first, min(first + at_a_time, samples))
-        yield torch.stack([torch.randn(n, generator=generator, dtype=torch.float64) for _ in rows])
+        yield torch.stack([normal_row(seed, row, n, device) for row in rows])
