@@ -57,6 +57,17 @@ def test_fit_says_what_it_made(workspace: Workspace, tmp_path: Path) -> None:
     assert errbar.info(output).classes == CLASSES
 
 
+def test_fit_by_drawn_labels_is_that_of_the_library(workspace: Workspace, tmp_path: Path) -> None:
+    output = tmp_path / "p.safetensors"
+    command = ["fit", "tiny_net:trained", "data.npz", "--parameters", "vectors", "-o", str(output)]
+    facts = said(*command, "--fisher", "sampled", "--draws", "3", "--seed", "5")
+    assert facts["fisher"] == "sampled"
+    data = TensorDataset(*workspace.train)
+    options = {"parameters": "vectors", "fisher": "sampled", "draws": 3, "seed": 5}
+    expected = errbar.fit(workspace.model, data, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(errbar.load(output, workspace.model).covariance(), expected.covariance())
+
+
 def test_the_prior_can_be_that_of_weight_decay_or_the_best_by_evidence(workspace: Workspace, tmp_path: Path) -> None:
     command = ["fit", "tiny_net:trained", "data.npz", "--last-layers", "1"]
     decayed = said(*command, "--weight-decay", "0.01", "-o", str(tmp_path / "a.safetensors"))

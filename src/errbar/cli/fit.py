@@ -27,7 +27,9 @@ def fit(
     ] = None,
     parameters: Annotated[
         list[str] | None,
-        typer.Option("--parameters", metavar="NAME", help="A module or parameter; all; trainable. Can be repeated."),
+        typer.Option(
+            "--parameters", metavar="NAME", help="A module or parameter; all; trainable; vectors. Repeatable."
+        ),
     ] = None,
     prior: options.PriorText = options.DEFAULT_PRIOR,
     weight_decay: Annotated[
@@ -35,6 +37,8 @@ def fit(
         typer.Option("--weight-decay", help="Weight decay of the training; the prior is this times the samples."),
     ] = None,
     fisher: options.Fisher = "ggn",
+    draws: options.LabelDraws = 1,
+    seed: options.Seed = 0,
     structure: Annotated[
         options.StructureName,
         typer.Option("--structure", help="Structure of the covariance; auto takes the most exact that fits."),
@@ -79,7 +83,7 @@ def fit(
             return network, source
 
         network, source = here.together(prepared)
-        # One name alone may be "all" or "trainable".
+        # One name alone may be "all", "trainable" or "vectors".
         names = parameters[0] if parameters is not None and len(parameters) == 1 else parameters
         information = errbar.collect(
             network,
@@ -87,6 +91,8 @@ def fit(
             last_layers=last_layers,
             parameters=names,
             fisher=fisher,
+            draws=draws,
+            seed=seed,
             structure=structure,
             rank=rank,
             precision=options.precision_of(precision),

@@ -83,6 +83,7 @@ Fisher = Annotated[
     FisherName,
     typer.Option("--fisher", help="ggn; eta, diagonal as in the paper; or sampled, ggn by drawn labels."),
 ]
+LabelDraws = Annotated[int, typer.Option("--draws", min=1, help="Labels drawn per sample, for sampled.")]
 Rank = Annotated[int, typer.Option("--rank", min=1, help="Rank of the sketch, for lowrank.")]
 Precision = Annotated[
     PrecisionName, typer.Option("--precision", help="Precision of products: the model's own, or float64.")

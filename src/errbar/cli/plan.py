@@ -26,6 +26,7 @@ def plan(
         str | None, typer.Option("--memory", metavar="BYTES", help="Memory that a fit may take, for example 8GiB.")
     ] = None,
     fisher: options.Fisher = "ggn",
+    draws: options.LabelDraws = 1,
     rank: options.Rank = 100,
     precision: options.Precision = "model",
     samples: options.Samples = 1000,
@@ -53,6 +54,7 @@ def plan(
             example,
             limit,
             fisher=fisher,
+            draws=draws,
             rank=rank,
             precision=options.precision_of(precision),
             samples=samples,
