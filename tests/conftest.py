@@ -56,5 +56,5 @@ def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("a generic Jacobian was formed")
 
-    monkeypatch.setattr("errbar._derivative.layerwise.jacobians", forbidden)
-    monkeypatch.setattr("errbar._derivative.route.jacobians", forbidden)
+    monkeypatch.setattr("errbar._derivative.layerwise.each_by_itself", forbidden)
+    monkeypatch.setattr("errbar._derivative.route.each_by_itself", forbidden)

@@ -587,7 +587,7 @@ def test_parameters_that_do_not_exist(parameters: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("fisher", "empirical", r"fisher is 'empirical'; expected 'ggn' .* or 'eta'"),
+        ("fisher", "empirical", r"fisher is 'empirical'; expected 'ggn' .*, 'eta' .* or 'sampled'"),
         ("fisher", None, r"fisher is None; expected 'ggn'"),
         ("structure", "banana", r"structure is 'banana'; expected 'dense'"),
         ("structure", None, r"structure is None; expected 'dense'"),

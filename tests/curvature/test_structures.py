@@ -24,9 +24,10 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.block import BlockAccumulator, blocks
 from errbar._curvature.dense import DenseAccumulator
 from errbar._curvature.diagonal import DiagonalAccumulator, safe_precision
+from errbar._curvature.fisher import LogitWeights
 from errbar._curvature.kronecker import KroneckerAccumulator, KroneckerSum
 from errbar._curvature.layout import inspect
-from errbar._curvature.task import product_dtype
+from errbar._curvature.task import Task, product_dtype
 from errbar._derivative.full import jacobians
 from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar._derivative.route import Derivative, Route, differentiate
@@ -147,7 +148,9 @@ class Run:
         task, device = self.task, self.task.network.device
         with plain_execution(device):
             if self.route is not None:
-                kron = KroneckerAccumulator(task.network, self.route, task.fisher, task.dtype, device)
+                precision = "float64" if task.dtype == torch.float64 else None
+                facts = (task.network, task.selection, "kron", task.fisher, self.route.n_classes, precision)
+                kron = KroneckerAccumulator(Task(*facts, route=Route((), by_layer=self.route)))  # type: ignore[arg-type]
                 for x in batches:
                     kron.add_batch(to_batch(x))
                 return kron.finish()
@@ -155,10 +158,11 @@ class Run:
             total = {
                 "dense": lambda: DenseAccumulator(n, task.fisher, task.dtype, device),
                 "block": lambda: BlockAccumulator(task.selection, task.fisher, task.dtype, device),
-                "diag": lambda: DiagonalAccumulator(n, task.fisher, task.dtype, device),
+                "diag": lambda: DiagonalAccumulator(n, task.dtype, device),
             }[self.structure]()
             for x in batches:
-                total.add(*differentiate(task.network, task.selection, task.route, to_batch(x)))
+                logits, derivative = differentiate(task.network, task.selection, task.route, to_batch(x))
+                total.add(LogitWeights(logits, task.fisher), derivative)  # type: ignore[arg-type]
             return total.finish()
 
     def linearised(self, x: Tensor) -> tuple[Tensor, Derivative | LayerwiseDerivative]:

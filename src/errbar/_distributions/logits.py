@@ -34,7 +34,7 @@ class LogitGaussian:
     mean: Float[Tensor, "B M"]
     covariance: Float[Tensor, "B M M"] = _MATRIX_OF_FORM
     rank: int | None = None
-    classes: Int[Tensor, "B M"] | None = None
+    classes: Int[Tensor, "B M"] | None = field(default=None, repr=False)
     form: Covariance = field(init=False, repr=False)
 
     def __init__(
