@@ -306,7 +306,7 @@ def test_mistakes_are_told_on_the_page(browser: Browser, running: Running, tmp_p
         page.get_by_text("Paste an array", exact=True).click()
         page.get_by_label("Values of one input").fill("1 2 x")
         page.get_by_role("button", name="Use it").click()
-        expect(page.locator("#message")).to_contain_text("cannot be read")
+        expect(page.locator("#message")).to_contain_text("expected finite numbers separated by commas or spaces")
         page.get_by_label("Values of one input").fill("1 2 3")
         page.get_by_role("button", name="Use it").click()
         expect(page.locator("#message")).to_contain_text("has 3 numbers; this model takes 64")
