@@ -39,7 +39,7 @@ def pushed_forward(
         for push in (_all_together, _one_by_one, _by_two_backward_passes):
             try:
                 return push(logits, values, tangents)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 if "randomness" in str(error):
                     raise ModelError(RANDOM_IN_EVAL) from error
                 if push is _by_two_backward_passes or isinstance(error, torch.OutOfMemoryError):
