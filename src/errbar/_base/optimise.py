@@ -1,4 +1,4 @@
-"""Minimising in one or two variables between bounds, with slopes and without."""
+"""Minimising in a few variables between bounds, with slopes and without."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Slopes = tuple[float, Float[Tensor, "d"], Float[Tensor, "d d"]]
 
 
 def pattern_search(
-    value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor, rounds: int = 14
+    value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor, rounds: int = 14, step: float = 0.25
 ) -> tuple[float, Tensor]:
-    """Step along each axis and diagonal while it helps, then halve the step. The least value and where it is.
+    """From `step` on, step along each axis and diagonal while it helps, then halve the step. The least value and where it is.
 
     `rounds` limits the time: along a valley that the steps do not follow, there is always a little to gain.
     """
@@ -27,7 +27,7 @@ def pattern_search(
             cache[key] = value(trial)
         return cache[key]
 
-    best, step = at(point), 0.25
+    best = at(point)
     axes = list(torch.eye(len(point), dtype=torch.float64))
     if len(axes) == 2:
         axes += [axes[0] + axes[1], axes[0] - axes[1]]
@@ -47,7 +47,7 @@ def pattern_search(
 def quasi_newton(
     slopes: Callable[[Tensor], Slopes], point: Tensor, lower: Tensor, upper: Tensor, enough: float = 1e-6
 ) -> tuple[float, Tensor]:
-    """BFGS in one or two logarithms, with a backtracking line search and projection on the bounds.
+    """BFGS in a few logarithms, with a backtracking line search and projection on the bounds.
 
     It begins with the curvature that the objective states, and ends where no slope exceeds `enough`.
     """

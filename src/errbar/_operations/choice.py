@@ -1,0 +1,208 @@
+"""`Choice`: what `autofit` tried, what it took, and why."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar._base.memory import readable
+from errbar._operations.folds import standard_error
+from errbar._posterior.posterior import Posterior
+
+# In nats per sample: how much worse than temperature scaling a candidate may be, out of fold.
+TOLERANCE = 3e-4
+# Standard errors within which a candidate counts as good as the best: of an exact structure, and of any other.
+_NEAR = {True: 2.0, False: 1.0}
+_NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate and what it is worth, out of fold: everything was fitted on the other folds.
+
+    Attributes:
+        parameters: which parameters take part, in words; empty for a baseline.
+        structure: of the information.
+        fisher: of the information.
+        n_parameters: how many parameters take part.
+        exact: whether the structure is the exact one.
+        link: what was fitted: "T", "T, T_c" or "T, T_c, c".
+        temperature: T, fitted on all held-out data, as are
+        covariance_scale: T_c and
+        softening: c.
+        prior: the precision of the prior.
+        prior_by: "evidence" of the training data, "nll" of the held-out data, or "default".
+        nll: mean −ln f_y out of fold, and
+        standard_error: of it.
+        ece: expected calibration error out of fold.
+        brier: Brier score out of fold.
+        difference: in NLL to temperature scaling, paired, and
+        interval: of 95 % for it.
+        seconds: to fit.
+        microseconds: to predict one input.
+        bytes: of the posterior.
+    """
+
+    parameters: str
+    structure: str
+    fisher: str
+    n_parameters: int
+    exact: bool
+    link: str
+    temperature: float
+    covariance_scale: float
+    softening: float
+    prior: float
+    prior_by: str
+    nll: float
+    standard_error: float
+    ece: float
+    brier: float
+    difference: float
+    interval: tuple[float, float]
+    seconds: float
+    microseconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A row with −ln f_y of each held-out input, out of fold."""
+
+    row: Row
+    losses: Float[Tensor, "N"]
+
+
+def best_trial(trials: Sequence[Trial], scaling: Float[Tensor, "N"], groups: Int[Tensor, "N"]) -> Trial | None:
+    """The rule of `autofit` (docs/design.md): None where nothing is as good as temperature scaling, `scaling`.
+
+    1. Candidates whose NLL exceeds that of temperature scaling by more than 3e-4 are dropped.
+    2. Those as good as the best remain: within one standard error of the paired difference, within two for an exact
+       structure.
+    3. Of these, the one with the most parameters in an exact structure; then one with a softening; then one whose prior
+       is that of the evidence; then the one with the lower NLL.
+    """
+    limit = float(scaling.mean()) + TOLERANCE
+    good = [trial for trial in trials if trial.row.nll <= limit]
+    if not good:
+        return None
+    best = min(good, key=lambda trial: trial.row.nll)
+
+    def is_near(trial: Trial) -> bool:
+        difference = trial.losses - best.losses
+        return float(difference.mean()) <= _NEAR[trial.row.exact] * standard_error(difference, groups)
+
+    def order(trial: Trial) -> tuple[float, ...]:
+        row = trial.row
+        return (-row.n_parameters * row.exact, row.softening == 0, row.prior_by != "evidence", row.nll)
+
+    return min(filter(is_near, good), key=order)
+
+
+def paired(losses: Float[Tensor, "N"], scaling: Float[Tensor, "N"], groups: Int[Tensor, "N"]) -> tuple[float, float]:
+    """The mean difference to temperature scaling, and half the width of its 95 % interval."""
+    difference = losses - scaling
+    return float(difference.mean()), _NORMAL_95 * standard_error(difference, groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What `autofit` chose; print it for the table.
+
+    Attributes:
+        posterior: the chosen one, calibrated on all held-out data.
+        rows: every candidate that was tried, by falling merit out of fold.
+        baselines: the plain softmax, and temperature scaling.
+        chosen: the row of `posterior`; None where none was as good as temperature scaling.
+        reason: the choice in a sentence.
+        not_tried: candidates that were left out, each with the reason.
+        temperature_scaling: a posterior with T alone, whose PMF is softmax(ĝ/T).
+    """
+
+    posterior: Posterior
+    rows: tuple[Row, ...]
+    baselines: tuple[Row, Row]
+    chosen: Row | None
+    reason: str
+    not_tried: tuple[str, ...]
+    temperature_scaling: Posterior = field(repr=False)
+
+    def __str__(self) -> str:
+        return table_of(self)
+
+    def _repr_html_(self) -> str:
+        head, *rest = cells_of(self)
+        lines = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>"]
+        for cells in rest:
+            style = ' style="font-weight:bold"' if cells[-1] else ""
+            row = "".join(f'<td style="text-align:right">{html.escape(cell)}</td>' for cell in cells)
+            lines.append(f"<tr{style}>{row}</tr>")
+        notes = "".join(f"<li>Not tried: {html.escape(note)}</li>" for note in self.not_tried)
+        return f"<p>{html.escape(self.reason)}</p><table>{''.join(lines)}</table><ul>{notes}</ul>"
+
+
+HEADERS = (
+    "parameters",
+    "structure",
+    "n",
+    "prior",
+    "T",
+    "T_c",
+    "c",
+    "NLL",
+    "against T alone",
+    "ECE %",
+    "Brier",
+    "fit",
+    "an input",
+    "held",
+    "",
+)
+
+
+def cells_of(choice: Choice) -> list[tuple[str, ...]]:
+    """The table: a line of headers, the baselines, and the candidates, the best first."""
+    lines = [HEADERS, *(_cells(row, "") for row in choice.baselines)]
+    return lines + [_cells(row, "chosen" if row is choice.chosen else "") for row in choice.rows]
+
+
+def _cells(row: Row, note: str) -> tuple[str, ...]:
+    scores = (f"{row.nll:.4f}", f"{100 * row.ece:.2f}", f"{row.brier:.4f}")
+    difference = f"{row.difference:+.4f} [{row.interval[0]:+.4f}, {row.interval[1]:+.4f}]"
+    if not row.structure:
+        against = "" if row.link == "T" else difference
+        return (row.parameters, "", "", "", f"{row.temperature:.3g}", "", "", scores[0], against, *scores[1:], *[""] * 4)
+    return (
+        row.parameters,
+        row.structure + (", drawn" if row.fisher == "sampled" else ""),
+        f"{row.n_parameters:,}",
+        f"{row.prior:.3g} ({row.prior_by})",
+        f"{row.temperature:.3g}",
+        f"{row.covariance_scale:.2g}",
+        f"{row.softening:.2g}" if row.softening else "",
+        scores[0],
+        difference,
+        *scores[1:],
+        f"{row.seconds:.3g} s",
+        f"{row.microseconds:,.0f} µs",
+        readable(row.bytes),
+        note,
+    )
+
+
+def table_of(choice: Choice) -> str:
+    cells = cells_of(choice)
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADERS))]
+    left = {0, 1, 3, len(HEADERS) - 1}
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    return "\n".join([*lines, choice.reason, *(f"Not tried: {note}" for note in choice.not_tried)])

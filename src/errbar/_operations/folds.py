@@ -1,0 +1,66 @@
+"""Parts of the held-out data for cross-validation; what belongs together stays in one part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar._base.checks import whole_number
+from errbar.errors import ArgumentError, DataError
+
+Groups = Sequence[Any] | Callable[[Any], Sequence[Any]]
+
+
+def require_folds(folds: object) -> int:
+    number = whole_number(folds)
+    if number is None or number < 2:
+        raise ArgumentError(f"folds is {folds!r}; expected a whole number of 2 or more.")
+    return number
+
+
+def group_numbers(values: Sequence[Any], count: int) -> Int[Tensor, "N"]:
+    """0, 1, … for values that are equal or not, in the order in which they appear.
+
+    >>> group_numbers(["a", "b", "a"], 3).tolist()
+    [0, 1, 0]
+    """
+    plain = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(plain) != count:
+        raise DataError(f"groups has {len(plain)} values; expected one for each of the {count} held-out samples.")
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in plain])
+
+
+def divided(groups: Int[Tensor, "N"], folds: int, seed: int) -> list[Int[Tensor, "n"]]:
+    """The rows of each fold: whole groups, at random, each to the fold with the fewest rows so far."""
+    count = int(groups.max()) + 1 if len(groups) else 0
+    if count < folds:
+        what = "held-out samples" if count == len(groups) else "groups of held-out samples"
+        raise DataError(
+            f"There are {count} {what} for folds={folds}; expected at least one for each fold. Give more held-out data "
+            "or fewer folds."
+        )
+    sizes = torch.bincount(groups, minlength=count).tolist()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    # The large ones first, so that the folds come out nearly equal; in random order among equals.
+    order.sort(key=lambda group: -sizes[group])
+    filled, fold_of = [0] * folds, torch.empty(count, dtype=torch.long)
+    for group in order:
+        fold = min(range(folds), key=filled.__getitem__)
+        fold_of[group] = fold
+        filled[fold] += sizes[group]
+    return [torch.nonzero(fold_of[groups] == fold)[:, 0] for fold in range(folds)]
+
+
+def standard_error(values: Float[Tensor, "N"], groups: Int[Tensor, "N"]) -> float:
+    """Of the mean of values that are independent between groups but not within: √(Σ_g (Σ_{n∈g} (v_n − v̄))²)/N, with
+    the correction G/(G − 1) for G groups."""
+    deviations = (values - values.mean()).double()
+    sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add_(0, groups, deviations)
+    count = len(sums)
+    return math.sqrt(float(sums.square().sum()) * count / max(count - 1, 1)) / len(values)

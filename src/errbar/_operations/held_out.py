@@ -1,0 +1,208 @@
+"""`HeldOut`: the logit Gaussians of held-out inputs, from which every calibration is scored without the network.
+
+ĝ and a root of P^g of each input are read once. The draws are shared by all inputs and all trial values, so every score
+is a smooth deterministic function of ln T, ln T_c and ln c. Log-probabilities never underflow, so the NLL is finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from errbar._base.execution import plain_execution
+from errbar._base.linalg import exp_without_subnormals_
+from errbar._distributed.shards import opened
+from errbar._distributed.team import Team
+from errbar._distributions.calibration import Calibration
+from errbar._distributions.sampling import SamplingRoot
+from errbar._model.batch import Batch, Unpack, checked_labels
+from errbar._posterior.posterior import Posterior
+from errbar.errors import DataError
+
+# Samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
+_BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """ĝ, a root of P^g, v̄ (all without calibration) and the label of each held-out input."""
+
+    mean: Float[Tensor, "N M"]
+    root: SamplingRoot
+    labels: Int[Tensor, "N"]
+    variance: Float[Tensor, "N"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def chosen(self, rows: Int[Tensor, "n"]) -> HeldOut:
+        """Some of the inputs, in this order."""
+        root = replace(self.root, values=self.root.values[rows])
+        return HeldOut(self.mean[rows], root, self.labels[rows], self.variance[rows])
+
+    def draws(self, samples: int, seed: int) -> Float[Tensor, "d K"]:
+        return self.root.draws(samples, seed, self.mean)
+
+    def spread(self) -> float:
+        """The mean variance of a contrast, over inputs and contrasts."""
+        return float(self.root.squares().mean()) / (self.mean.shape[1] - 1)
+
+    def typical_variance(self) -> float:
+        """The median of v̄ over the inputs."""
+        return float(self.variance.median())
+
+    def _blocks(
+        self, at: Calibration, normal: Float[Tensor, "d K"]
+    ) -> Iterator[tuple[slice, Float[Tensor, "b M K"], Float[Tensor, "b M"]]]:
+        """Rows, √T_c A z/T(x) and ĝ/T(x); their sum are the samples of the logits."""
+        limit = _BLOCK_ELEMENTS.get(self.mean.device.type, _BLOCK_ELEMENTS["cpu"])
+        size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
+        for start in range(0, len(self.mean), size):
+            rows = slice(start, start + size)
+            spread = self.root.spread(rows, normal)
+            if at.softening == 0:
+                spread *= math.sqrt(at.covariance_scale) / at.temperature
+                yield rows, spread, self.mean[rows] / at.temperature
+            else:
+                temperature = at.temperatures(self.variance[rows])
+                spread *= (math.sqrt(at.covariance_scale) / temperature).to(spread)[:, None, None]
+                yield rows, spread, self.mean[rows] / temperature.to(self.mean)[:, None]
+
+    def _softening_slope(self, at: Calibration) -> Float[Tensor, "N"]:
+        """∂ ln T(x)/∂ ln c = ½ c v̄/(1 + c v̄)."""
+        excess = at.softening * self.variance
+        return excess / (2 * (1 + excess))
+
+    def log_likelihood(
+        self, at: Calibration, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
+    ) -> tuple[Float[Tensor, "N"], dict[str, Float[Tensor, "N"]]]:
+        """ln f_y of each input and its derivatives by those of ln T, ln T_c and ln c that are named; float64.
+
+            ln f_y = ln Σ_k exp(l_k) − ln K,   l_k = g_y − ln Σ_m exp(g_m) of draw k,
+            ∂ ln f_y/∂τ = Σ_k w_k (ġ_y − Σ_m f_m ġ_m),   w = softmax(l),
+
+        with g = (ĝ + √T_c A z)/T(x) and ġ = −g for τ = ln T, ½ √T_c A z/T(x) for τ = ln T_c; that by ln c is the one by
+        ln T times ∂ ln T(x)/∂ ln c. No probability is formed, so none can underflow, and no objective can become
+        infinite.
+        """
+        if at.covariance_scale == 0:
+            normal = normal[:, :1]
+        value = self.mean.new_empty(len(self.mean), dtype=torch.float64)
+        needed = [name for name in ("temperature", "covariance_scale") if name in names]
+        if "softening" in names and "temperature" not in names:
+            needed.insert(0, "temperature")
+        slopes = {name: torch.empty_like(value) for name in needed}
+        for rows, spread, mean in self._blocks(at, normal):
+            label = self.labels[rows, None, None]
+            spread_of_label = spread.gather(1, label.expand(-1, 1, spread.shape[2]))[:, 0]
+            mean_of_label = mean.gather(1, label[:, 0])
+            weights = spread + mean[:, :, None]
+            top = weights.amax(1, keepdim=True)
+            weights -= top
+            exp_without_subnormals_(weights)
+            total = weights.sum(1)
+            log_share = (spread_of_label + mean_of_label - top[:, 0]).double() - total.double().log()
+            value[rows] = torch.logsumexp(log_share, 1) - math.log(normal.shape[1])
+            if not needed:
+                continue
+            share = torch.softmax(log_share, 1)
+            along_mean = mean_of_label - (mean[:, None, :] @ weights)[:, 0] / total
+            along_spread = spread_of_label - (weights.mul_(spread)).sum(1) / total
+            for name in needed:
+                velocity = along_spread / 2 if name == "covariance_scale" else -(along_mean + along_spread)
+                slopes[name][rows] = (share * velocity).sum(1)
+        if "softening" in names:
+            slopes["softening"] = slopes["temperature"] * self._softening_slope(at)
+        return value, {name: slopes[name] for name in names}
+
+    def nll(self, at: Calibration, normal: Float[Tensor, "d K"]) -> float:
+        return -float(self.log_likelihood(at, normal)[0].mean())
+
+    def pmf(
+        self, at: Calibration, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
+    ) -> tuple[Float[Tensor, "N M"], dict[str, Float[Tensor, "N M"]]]:
+        """The PMF and its derivatives by those of ln T, ln T_c and ln c that are named.
+
+        With g = (ĝ + √T_c A z)/T(x): ∂f/∂τ = f ∘ (ġ − fᵀġ), where ġ is that of `log_likelihood`.
+        """
+        if at.covariance_scale == 0:
+            normal = normal[:, :1]
+        pmf = torch.empty_like(self.mean)
+        slopes = {name: torch.empty_like(self.mean) for name in names}
+        for rows, spread, mean in self._blocks(at, normal):
+            values = spread + mean[:, :, None]
+            values -= values.amax(1, keepdim=True)
+            exp_without_subnormals_(values)
+            values /= values.sum(1, keepdim=True)
+            pmf[rows] = values.mean(2)
+            if not names:
+                continue
+            product_with_spread = spread.mul_(values)
+            total, along = product_with_spread.mean(2), product_with_spread.sum(1)
+            for name in names:
+                if name == "covariance_scale":
+                    first, expected = total / 2, along / 2
+                else:
+                    first, expected = -(total + mean * pmf[rows]), -(along + (mean[:, None, :] @ values)[:, 0])
+                slopes[name][rows] = first - (values @ expected[:, :, None])[:, :, 0] / values.shape[2]
+        if "softening" in names:
+            slopes["softening"] *= self._softening_slope(at).to(pmf)[:, None]
+        return pmf, slopes
+
+
+def read_held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team) -> HeldOut:
+    """The held-out inputs of all ranks, in the order of ranks, on every rank. A collective call."""
+    stream = opened(data, unpack, team, title="Calibrating", progress=progress)
+    own = team.together(lambda: held_out_of(posterior, stream))
+    has_data = team.exchange(own is not None)
+    if not any(has_data):
+        raise DataError("The data for calibration are empty: expected at least one batch.")
+    if team.is_alone and own is not None:
+        return own
+    device = posterior.information.network.device
+    parts = None
+    if own is not None:
+        parts = {"mean": own.mean, "root": own.root.values, "labels": own.labels, "variance": own.variance}
+    rows = team.gathered(parts, device)
+    # One posterior has one basis, which a rank without data lacks: take that of the first rank with data.
+    common = {} if own is None or has_data.index(True) != team.rank else own.root.common()
+    root = SamplingRoot(rows["root"], **team.gathered(common, device))
+    return HeldOut(rows["mean"], root, rows["labels"], rows["variance"])
+
+
+def held_out_of(posterior: Posterior, stream: Iterator[Batch]) -> HeldOut | None:
+    """This rank's part of the held-out inputs; None if it has none."""
+    plain = posterior.uncalibrated()
+    means: list[Tensor] = []
+    roots: list[SamplingRoot] = []
+    labels: list[Tensor] = []
+    variances: list[Tensor] = []
+    for batch in stream:
+        gaussian = plain.unrounded_logits(batch)
+        size, classes = gaussian.mean.shape
+        labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
+        means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
+        roots.append(gaussian.sampling_root())
+        variances.append(gaussian.contrast_variance.double())
+    if not means:
+        return None
+    return HeldOut(torch.cat(means), SamplingRoot.concatenated(roots), torch.cat(labels), torch.cat(variances))
+
+
+def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:
+    """−(1/N) Σ_n ln f_y, finite even where a probability would underflow."""
+    total, count = 0.0, 0
+    for batch in data:
+        part = held_out_of(posterior, iter([batch]))
+        assert part is not None
+        with plain_execution(part.mean.device):
+            normal = part.draws(samples, seed)
+            total -= float(part.log_likelihood(posterior.calibration, normal)[0].sum())
+        count += len(part)
+    return total / count
