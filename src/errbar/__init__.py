@@ -37,6 +37,7 @@ from errbar.version import __version__
 
 if _TYPE_CHECKING:
     from errbar import metrics
+    from errbar._distributions.calibration import Calibration
     from errbar._distributions.logits import JointLogits, LogitGaussian
     from errbar._distributions.prediction import Prediction
     from errbar._files.load import FileDescription, info, load, merge, verify
@@ -57,6 +58,7 @@ __all__ = [
     "AbstentionRule",
     "Alarm",
     "ArgumentError",
+    "Calibration",
     "CalibrationWarning",
     "ConformalRule",
     "CovarianceError",
@@ -113,6 +115,7 @@ __all__ = [
 # Where each name comes from. It is imported when it is first used, with what it needs and no more: `errbar --help`
 # needs no torch.
 _NAMES = {
+    "_distributions.calibration": ("Calibration",),
     "_distributions.logits": ("JointLogits", "LogitGaussian"),
     "_distributions.prediction": ("Prediction",),
     "_files.load": ("FileDescription", "info", "load", "merge", "verify"),

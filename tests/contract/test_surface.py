@@ -20,6 +20,7 @@ PUBLIC = {
     # values
     "AbstentionRule",
     "Alarm",
+    "Calibration",
     "ConformalRule",
     "Decision",
     "FileDescription",

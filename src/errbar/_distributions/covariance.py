@@ -39,6 +39,9 @@ class Covariance(Protocol):
 
     def __truediv__(self, number: float) -> Covariance: ...
 
+    def divided(self, by: Float[Tensor, "B"]) -> Covariance:
+        """P^g of each input by a number of its own."""
+
     def to(self, dtype: torch.dtype) -> Covariance: ...
 
     def of_classes(self, classes: Int[Tensor, "B t"]) -> FullCovariance:
@@ -83,6 +86,9 @@ class FullCovariance:
 
     def __truediv__(self, number: float) -> FullCovariance:
         return FullCovariance(self.values / number)
+
+    def divided(self, by: Float[Tensor, "B"]) -> FullCovariance:
+        return FullCovariance(self.values / by.to(self.values.dtype)[:, None, None])
 
     def to(self, dtype: torch.dtype) -> FullCovariance:
         return FullCovariance(self.values.to(dtype))
@@ -135,6 +141,9 @@ class DiagonalCovariance:
 
     def __truediv__(self, number: float) -> DiagonalCovariance:
         return DiagonalCovariance(self.values / number)
+
+    def divided(self, by: Float[Tensor, "B"]) -> DiagonalCovariance:
+        return DiagonalCovariance(self.values / by.to(self.values.dtype)[:, None])
 
     def to(self, dtype: torch.dtype) -> DiagonalCovariance:
         return DiagonalCovariance(self.values.to(dtype))
@@ -193,6 +202,9 @@ class FactoredCovariance:
     def __truediv__(self, number: float) -> FactoredCovariance:
         return replace(self, weights=self.weights / number)
 
+    def divided(self, by: Float[Tensor, "B"]) -> FactoredCovariance:
+        return replace(self, weights=self.weights / by.to(self.weights.dtype)[:, None])
+
     def to(self, dtype: torch.dtype) -> FactoredCovariance:
         return replace(self, weights=self.weights.to(dtype))
 
@@ -247,6 +259,18 @@ class JointCovariance:
         """The covariance of some of the frames, in this order."""
         root = None if self.contrast_root is None else self.contrast_root[frames]
         return replace(self, values=self.values[frames][:, :, frames], contrast_root=root)
+
+    def contrast_variance(self) -> Float[Tensor, "C"]:
+        """The mean variance of the M−1 contrasts of each frame."""
+        if self.contrast_root is not None:
+            return self.contrast_root.square().sum(2).mean(1)
+        return FullCovariance(self.values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)).contrast_variance()
+
+    def divided(self, by: Float[Tensor, "C"]) -> JointCovariance:
+        """R_ij/(b_i b_j): the covariance of each frame's logits by a number of its own."""
+        root = None if self.contrast_root is None else self.contrast_root / by[:, None, None]
+        products = by[:, None] * by
+        return replace(self, values=self.values / products[:, None, :, None], contrast_root=root)
 
     def calibrated(self, temperature: float, covariance_scale: float) -> JointCovariance:
         """T_c R/T²."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base import linalg
+from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import Covariance, FullCovariance, JointCovariance
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import GaussianSampler, SamplingRoot
@@ -97,6 +97,19 @@ class LogitGaussian:
         scale = require_covariance_scale(covariance_scale)
         return LogitGaussian(self.mean, self.form * scale, self.rank, self.classes)
 
+    def calibrated(self, calibration: Calibration) -> LogitGaussian:
+        """N(ĝ/T(x), T_c P^g/T(x)²), T(x) = T √(1 + c v̄(x)) with v̄ the `contrast_variance` of this Gaussian."""
+        if calibration.softening == 0:
+            return self.tempered(calibration.temperature).scaled(calibration.covariance_scale)
+        if self.classes is not None:
+            raise ArgumentError(
+                "These are the logits of some classes alone, and softening needs the variance of all of them; "
+                "expected logits(x) without top. logits(x, top=…) of a calibrated posterior has its softening in it."
+            )
+        T = calibration.temperatures(self.contrast_variance)
+        form = self.form.divided(T.square()) * calibration.covariance_scale
+        return LogitGaussian(self.mean / T.to(self.mean.dtype)[:, None], form, self.rank)
+
     def centered(self) -> LogitGaussian:
         """The distribution of g minus its mean over the classes, which has the same softmax."""
         mean = self.mean - self.mean.mean(1, keepdim=True)
@@ -155,10 +168,15 @@ class JointLogits:
         chosen = torch.tensor(list(frames), dtype=torch.long, device=self.mean.device)
         return JointLogits(self.mean[chosen], self.form.chosen(chosen))
 
-    def calibrated(self, temperature: float, covariance_scale: float) -> JointLogits:
-        """N(z/T, T_c R/T²)."""
-        T, scale = require_temperature(temperature), require_covariance_scale(covariance_scale)
-        return JointLogits(self.mean / T, self.form.calibrated(T, scale))
+    def calibrated(self, calibration: Calibration) -> JointLogits:
+        """Means z_i/T(x_i) and covariances T_c R_ij/(T(x_i) T(x_j)), with v̄(x_i) from R_ii; T(x_i) = T where c = 0."""
+        T, scale = calibration.temperature, calibration.covariance_scale
+        if calibration.softening == 0:
+            return JointLogits(self.mean / T, self.form.calibrated(T, scale))
+        each = calibration.temperatures(self.form.contrast_variance())
+        return JointLogits(
+            self.mean / each.to(self.mean.dtype)[:, None], self.form.divided(each).calibrated(1.0, scale)
+        )
 
     def to(self, device: torch.device | str) -> JointLogits:
         return JointLogits(self.mean.to(device), self.form.to(device))
@@ -188,30 +206,6 @@ def _checked_joint_covariance(mean: Tensor, covariance: Tensor) -> JointCovarian
         rounding=torch.finfo(covariance.dtype).eps,
         network_rounding=torch.finfo(mean.dtype).eps,
     )
-
-
-def require_temperature(temperature: float) -> float:
-    T = _require_number("The temperature", temperature, zero_allowed=False)
-    if not 1e-100 <= T <= 1e100:
-        raise ArgumentError(
-            f"The temperature is {T!r}; expected one from 1e-100 to 1e100, so that T² is finite and positive."
-        )
-    return T
-
-
-def require_covariance_scale(scale: float) -> float:
-    return _require_number("The covariance scale", scale, zero_allowed=True)
-
-
-def _require_number(name: str, value: float, *, zero_allowed: bool) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
-        expectation = "zero or a positive" if zero_allowed else "a positive"
-        raise ArgumentError(f"{name} is {value!r}; expected {expectation} finite number.")
-    return number
 
 
 def _require_logits(mean: Tensor, name: str) -> None:

@@ -65,13 +65,13 @@ def outlier_scores(
     data that the network was not trained on.
     """
     require_posterior(posterior)
-    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    plain, calibration = posterior.uncalibrated(), posterior.calibration
     information, variance, suspicion = [], [], []
     for batch in track(
         batches(data, unpack or posterior.unpack), "Scoring", total=count_batches(data), enabled=progress
     ):
         gaussian = plain.unrounded_logits(batch)
-        calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+        calibrated = gaussian.calibrated(calibration)
         prediction = calibrated.predict(samples, seed)
         information.append(prediction.mutual_information)
         variance.append(calibrated.contrast_variance)
@@ -79,8 +79,7 @@ def outlier_scores(
             size, classes = gaussian.mean.shape
             labels = checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
             if leave_out:
-                without = without_own_label(gaussian, labels, posterior.information.fisher)
-                calibrated = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+                calibrated = without_own_label(gaussian, labels, posterior.information.fisher).calibrated(calibration)
             suspicion.append(_label_suspicion(calibrated, labels, samples, seed))
     if not information:
         raise DataError("The data are empty: expected at least one batch.")

@@ -20,9 +20,11 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
+from errbar._derivative.trace import TopClasses
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
-from errbar._distributions.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
+from errbar._distributions.calibration import Calibration
+from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import (
     GivenSampler,
@@ -36,7 +38,7 @@ from errbar._model.network import Network, Output, require_finite_logits
 from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
 from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
-from errbar._posterior.pushing import pushed_deviations, pushing_is_cheaper, require_top
+from errbar._posterior.pushing import contrast_variance_of, pushed_deviations, pushing_is_cheaper, require_top
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
 # Rounding of the information above this share of the prior gives a warning.
@@ -47,7 +49,8 @@ _NOTICEABLE_ROUNDING = 0.02
 class Posterior:
     """The Laplace approximation N(θ̂, P), P = (information + prior precision)⁻¹ (eq:PN approx).
 
-    `temperature` T and `covariance_scale` T_c calibrate it: the logits are N(ĝ/T, T_c P^g/T²).
+    `temperature` T, `covariance_scale` T_c and `softening` c calibrate it: the logits are N(ĝ/T(x), T_c P^g/T(x)²)
+    with T(x) = T √(1 + c v̄(x)), v̄(x) the mean variance of the contrasts of P^g. T(x) = T unless c is set or fitted.
     """
 
     information: Information
@@ -55,6 +58,12 @@ class Posterior:
     factor: Factor
     temperature: float = 1.0
     covariance_scale: float = 1.0
+    softening: float = 0.0
+
+    @property
+    def calibration(self) -> Calibration:
+        """T, T_c and c together, as `LogitGaussian.calibrated` takes them."""
+        return Calibration(self.temperature, self.covariance_scale, self.softening)
 
     @property
     def model(self) -> nn.Module:
@@ -71,14 +80,15 @@ class Posterior:
         return self.factor.jitter
 
     def covariance(self) -> Float[Tensor, "n n"]:
-        """P in float64, without T and T_c."""
+        """P in float64, without calibration."""
         return self.factor.covariance.clone()
 
     def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
-        """N(ĝ/T, T_c P^g/T²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
+        """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
 
         With `top`, of that many classes of each input alone, those with the largest means in falling order, which
-        `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes.
+        `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes; with
+        softening at the cost of all classes, on which T(x) depends.
         """
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
 
@@ -98,10 +108,10 @@ class Posterior:
             checks, batch = self._prepared(x, unpack)
             parts = list(self._checked(batch, checks, top))
             checks.finish()
-        return LogitGaussian.concatenated(parts).tempered(self.temperature).scaled(self.covariance_scale)
+        return LogitGaussian.concatenated(parts)
 
     def joint_logits(self, frames: Any, *, unpack: Unpack | None = None) -> JointLogits:
-        """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/T² (sec. Fusion).
+        """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/(T(x_i) T(x_j)).
 
         `frames` are one batch; `unpack` as in `predict`. The mean is in the dtype of results; the covariance, and
         everything after the network itself that it is computed from, is always float64.
@@ -112,7 +122,7 @@ class Posterior:
             joint = structure_called(task.structure).joint(task, self.factor, batch)
             require_finite_logits(joint.mean, checks)
             checks.finish()
-        return joint.calibrated(self.temperature, self.covariance_scale)
+        return joint.calibrated(self.calibration)
 
     def predict(
         self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random", unpack: Unpack | None = None
@@ -136,7 +146,10 @@ class Posterior:
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
 
     def _pushed_prediction(self, x: Any, samples: int, seed: int, unpack: Unpack | None) -> Prediction:
-        """f⁽ᵏ⁾ = softmax((ĝ + √T_c J δ⁽ᵏ⁾)/T), δ⁽ᵏ⁾ ~ N(0, P): the distribution of `logits`, without P^g."""
+        """f⁽ᵏ⁾ = softmax((ĝ + √T_c J δ⁽ᵏ⁾)/T(x)), δ⁽ᵏ⁾ ~ N(0, P): the distribution of `logits`, without P^g.
+
+        With softening, T(x) is from the contrast variance of these draws.
+        """
         task = self.information.task
         scale = math.sqrt(self.covariance_scale)
         batches = input_batches(x, unpack or self.unpack) if is_stream(x) else [x]
@@ -148,20 +161,26 @@ class Posterior:
                 require_finite_logits(mean, checks)
                 checks.finish()
                 logits = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-                logits.mul_(scale).add_(mean[:, :, None]).div_(self.temperature)
+                T: float | Tensor = self.temperature
+                if self.softening > 0:
+                    T = self.calibration.temperatures(contrast_variance_of(logits)).to(mean.dtype)[:, None, None]
+                logits.mul_(scale).add_(mean[:, :, None]).div_(T)
                 parts.append(softmax_over_classes_(logits))
         return Prediction.from_sampler(GivenSampler(torch.cat(parts)))
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
         task = self.information.task
         structure = structure_called(task.structure)
-        if top is None:
+        if top is None or self.softening > 0:
             gaussians = structure.gaussians(task, self.factor, batch)
         else:
             gaussians = structure.top_gaussians(task, self.factor, batch, top)
         for gaussian in gaussians:
             require_finite_logits(gaussian.mean, checks)
-            yield gaussian
+            calibrated = gaussian.calibrated(self.calibration)
+            if top is not None and gaussian.classes is None:
+                calibrated = calibrated.of_classes(TopClasses(top).classes(gaussian.mean))
+            yield calibrated
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
         task = self.information.task
@@ -170,7 +189,7 @@ class Posterior:
         return checks, task.network.prepare(input_batch(x, unpack or task.unpack), checks)
 
     def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
-        """Draws from N(θ̂, P), without T and T_c: name → (samples, …) in the parameter's dtype."""
+        """Draws from N(θ̂, P), without calibration: name → (samples, …) in the parameter's dtype."""
         network = self.information.network
         network.require_unchanged()
         values = self.information.selection.values(network.module)
@@ -185,10 +204,10 @@ class Posterior:
     def predict_by_parameters(
         self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None
     ) -> Prediction:
-        """The expensive alternative: θ⁽ᵏ⁾ ~ N(θ̂, T_c P), f⁽ᵏ⁾ = softmax(g(x; θ⁽ᵏ⁾)/T) by the whole network (eq:genMC).
+        """The expensive alternative: θ⁽ᵏ⁾ ~ N(θ̂, T_c P), f⁽ᵏ⁾ = softmax(g(x; θ⁽ᵏ⁾)/T(x)), whole network (eq:genMC).
 
-        The reference for the delta method: nothing is linearised here. `x` is one batch; `unpack` as
-        in `predict`.
+        The reference for the delta method: nothing is linearised here, except v̄(x) of the softening, if there is any,
+        so that T(x) is that of `predict`. `x` is one batch; `unpack` as in `predict`.
         """
         network, selection = self.information.network, self.information.selection
         network.require_unchanged()
@@ -198,12 +217,16 @@ class Posterior:
             checks = Checks(network.device)
             batch = network.prepare(input_batch(x, unpack or self.unpack), checks)
             network.logits(batch)  # an input that the model cannot take is reported by this call
+            T: float | Tensor = self.temperature
+            if self.softening > 0:
+                spread = self.uncalibrated().unrounded_logits(batch).contrast_variance
+                T = self.calibration.temperatures(spread).to(network.dtype)[:, None]
             draws = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
                 logits = network.logits(batch, {name: v[0].to(dtypes[name]) for name, v in values.items()})
                 require_finite_logits(logits, checks)
-                draws.append(logits.to(network.dtype) / self.temperature)
+                draws.append(logits.to(network.dtype) / T)
             checks.finish()
         return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(draws, 2))))
 
@@ -254,8 +277,7 @@ class Posterior:
         return False, chain(batches, stream)
 
     def _with_information(self, information: Information) -> Posterior:
-        posterior = condition(information, self.prior)
-        return replace(posterior, temperature=self.temperature, covariance_scale=self.covariance_scale)
+        return condition(information, self.prior)._with(self.calibration)
 
     def log_evidence(self) -> float:
         """ln p(T) ≈ L_N(θ̂) + ln N(θ̂; 0, P_0) + (n/2) ln 2π + ½ ln det P, the Laplace approximation.
@@ -274,15 +296,31 @@ class Posterior:
         return information.log_likelihood - 0.5 * (penalty + self.factor.log_determinant_of_precision())
 
     def with_prior(self, prior: Prior) -> Posterior:
-        """The same information, T and T_c with another prior; no pass over data."""
-        posterior = condition(self.information, prior)
-        return replace(posterior, temperature=self.temperature, covariance_scale=self.covariance_scale)
+        """The same information and calibration with another prior; no pass over data."""
+        return condition(self.information, prior)._with(self.calibration)
 
-    def with_calibration(self, *, temperature: float | None = None, covariance_scale: float | None = None) -> Posterior:
-        """The same posterior with T or T_c replaced. T_c = 0 is plain temperature scaling."""
-        T = self.temperature if temperature is None else require_temperature(temperature)
-        scale = self.covariance_scale if covariance_scale is None else require_covariance_scale(covariance_scale)
-        return replace(self, temperature=T, covariance_scale=scale)
+    def with_calibration(
+        self,
+        *,
+        temperature: float | None = None,
+        covariance_scale: float | None = None,
+        softening: float | None = None,
+    ) -> Posterior:
+        """The same posterior with T, T_c or c replaced. T_c = 0 with c = 0 is plain temperature scaling."""
+        return self._with(
+            Calibration(
+                self.temperature if temperature is None else temperature,
+                self.covariance_scale if covariance_scale is None else covariance_scale,
+                self.softening if softening is None else softening,
+            )
+        )
+
+    def uncalibrated(self) -> Posterior:
+        """The same posterior with T = 1, T_c = 1 and c = 0."""
+        return self._with(Calibration())
+
+    def _with(self, calibration: Calibration) -> Posterior:
+        return replace(self, **vars(calibration))
 
     def to(self, device: torch.device | str) -> Posterior:
         """The same posterior on `device`: with the user's model if that is there already, otherwise with a copy."""
@@ -310,7 +348,7 @@ class Posterior:
         draws: str = "random",
         outputs: Sequence[str] | None = None,
     ) -> None:
-        """Write an `.onnx` or `.pt2` file that predicts by itself, for any batch size, with T and T_c in it.
+        """Write an `.onnx` or `.pt2` file that predicts by itself, for any batch size, with T, T_c and c in it.
 
         Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
         thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
@@ -347,12 +385,12 @@ class Posterior:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles carry the model and the information; the factorisation, which has locks, is made again."""
-        return _restored, (self.information, self.prior, self.temperature, self.covariance_scale)
+        return _restored, (self.information, self.prior, self.temperature, self.covariance_scale, self.softening)
 
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
     ) -> None:
-        """Write a safetensors file for `errbar.load`: information, prior, T and T_c; no data, no code.
+        """Write a safetensors file for `errbar.load`: information, prior, T, T_c and c; no data, no code.
 
         With `factors` the factorisation goes into the file too, which makes it about three times as large for the
         exact structure and loading instant. `classes` are names for people. The file is replaced as a whole: if the
@@ -363,8 +401,12 @@ class Posterior:
         save_posterior(self, path, classes, factors=factors)
 
 
-def _restored(information: Information, prior: Prior, temperature: float, covariance_scale: float) -> Posterior:
-    return replace(condition(information, prior), temperature=temperature, covariance_scale=covariance_scale)
+def _restored(
+    information: Information, prior: Prior, temperature: float, covariance_scale: float, softening: float = 0.0
+) -> Posterior:
+    """`softening` may be missing: pickles of before there was one have four values."""
+    posterior = condition(information, prior)
+    return replace(posterior, temperature=temperature, covariance_scale=covariance_scale, softening=softening)
 
 
 def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:

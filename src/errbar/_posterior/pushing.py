@@ -27,6 +27,9 @@ _LIVE_OUTPUTS = 6
 # Activations of one input and direction, where no pass has told what they take: a guess on the safe side.
 _UNKNOWN_ACTIVATIONS = 2**24
 
+# Draws whose spread is added at a time, so that no second copy of all samples is made.
+_SPREAD_DRAWS = 64
+
 
 def pushing_is_cheaper(task: Task, samples: int) -> bool:
     """Whether K draws pushed forward take less time than P^g, which takes a backward pass for each class.
@@ -69,6 +72,17 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
         first += len(pushed)
     assert deviations is not None
     return deviations
+
+
+def contrast_variance_of(deviations: Float[Tensor, "B M K"]) -> Float[Tensor, "B"]:
+    """The mean variance of the M−1 contrasts, (1/K) Σ_k |d⁽ᵏ⁾ − its mean over the classes|²/(M−1); E d = 0 is known."""
+    count = deviations.shape[2]
+    squares = sum(
+        (part - part.mean(1, keepdim=True)).square().sum((1, 2), dtype=torch.float64)
+        for part in deviations.split(_SPREAD_DRAWS, 2)
+    )
+    assert isinstance(squares, Tensor)
+    return squares / (count * (deviations.shape[1] - 1))
 
 
 def _draws_at_a_time(task: Task, size: int) -> int:

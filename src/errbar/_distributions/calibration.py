@@ -1,0 +1,67 @@
+"""`Calibration`: the numbers that make a Gaussian over logits as wide and as sharp as held-out data say.
+
+    N(ĝ, P^g) ↦ N(ĝ/T(x), T_c P^g/T(x)²),   T(x) = T √(1 + c v̄(x)),
+
+with v̄(x) the mean variance of the M−1 contrasts of P^g, before T and T_c. With the softening c = 0, which is usual,
+T(x) is T for every input.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from errbar.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Temperature T, covariance scale T_c and softening c: logits N(ĝ/T(x), T_c P^g/T(x)²), T(x) = T √(1 + c v̄(x)).
+
+    v̄(x) is `contrast_variance` of the logits without calibration. So c > 0 makes the network less confident where the
+    training data say little about the input.
+    """
+
+    temperature: float = 1.0
+    covariance_scale: float = 1.0
+    softening: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", require_temperature(self.temperature))
+        object.__setattr__(self, "covariance_scale", require_covariance_scale(self.covariance_scale))
+        object.__setattr__(self, "softening", require_softening(self.softening))
+
+    def temperatures(self, contrast_variance: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+        """T(x) = T √(1 + c v̄(x)) of each input, from its v̄(x); in float64."""
+        return self.temperature * (1 + self.softening * contrast_variance.double()).sqrt()
+
+
+def require_temperature(temperature: float) -> float:
+    T = _require_number("The temperature", temperature, zero_allowed=False)
+    if not 1e-100 <= T <= 1e100:
+        raise ArgumentError(
+            f"The temperature is {T!r}; expected one from 1e-100 to 1e100, so that T² is finite and positive."
+        )
+    return T
+
+
+def require_covariance_scale(scale: float) -> float:
+    return _require_number("The covariance scale", scale, zero_allowed=True)
+
+
+def require_softening(softening: float) -> float:
+    return _require_number("The softening", softening, zero_allowed=True)
+
+
+def _require_number(name: str, value: float, *, zero_allowed: bool) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
+        expectation = "zero or a positive" if zero_allowed else "a positive"
+        raise ArgumentError(f"{name} is {value!r}; expected {expectation} finite number.")
+    return number
