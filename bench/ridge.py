@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import errbar
 from errbar import metrics
-from errbar._operations import calibrate
+from errbar._operations import search
 from errbar.experiments import datasets
 from errbar.experiments.pretrained import find_weights
 from errbar.experiments.problem import Samples, halves
@@ -48,7 +48,7 @@ def main() -> None:
     information = errbar.collect(last, in_batches(train, split.train.y, 512), last_layers=1)
     posterior = errbar.condition(information, errbar.choose_prior(information))
     certain = posterior.with_calibration(covariance_scale=0.0)
-    usual = calibrate._NEGLIGIBLE_NATS
+    usual = search._NEGLIGIBLE_NATS
     rows: list[dict[str, Any]] = []
     for seed in range(3):
         held_out, shown = halves(Samples(test, split.test.y), seed)
@@ -57,7 +57,7 @@ def main() -> None:
             ("T and T_c, the default", posterior, ["temperature", "covariance_scale"], usual),
             ("T and T_c, the bare minimum", posterior, ["temperature", "covariance_scale"], 0.0),
         ):
-            calibrate._NEGLIGIBLE_NATS = nats
+            search._NEGLIGIBLE_NATS = nats
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", errbar.CalibrationWarning)  # T_c at its lower bound
                 found = errbar.calibrate(begin, [tuple(held_out)], fit=fit)

@@ -14,7 +14,8 @@ from torch import Tensor
 import errbar
 from data import shuffled_digits
 from errbar._distributions.sampling import SamplingRoot
-from errbar._operations import calibrate
+from errbar._distributions.calibration import Calibration
+from errbar._operations.held_out import HeldOut
 from errbar.experiments import coverage as study
 from networks import trained
 
@@ -253,16 +254,19 @@ def test_an_improbable_label_is_a_finite_loss_with_exact_slopes() -> None:
     """By log-probabilities and central differences, where a probability would be zero in either dtype."""
     mean = torch.tensor([[3000.0, -3000.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
     root = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    held_out = calibrate._HeldOut(mean, SamplingRoot(root), torch.tensor([1, 0]))
+    held_out = HeldOut(mean, SamplingRoot(root), torch.tensor([1, 0]), torch.ones(2, dtype=torch.float64))
     normal = held_out.draws(50, 0)
-    value, slopes = held_out.log_likelihood(0.7, 2.0, normal, BOTH)
-    assert float(value[0]) == pytest.approx(-6000 / 0.7, rel=1e-2)
-    pmf, _ = held_out.pmf(0.7, 2.0, normal)
+    values, names = (0.7, 2.0, 0.4), (*BOTH, "softening")
+    value, slopes = held_out.log_likelihood(Calibration(*values), normal, names)
+    assert float(value[0]) == pytest.approx(-6000 / (0.7 * math.sqrt(1.4)), rel=1e-2)
+    pmf, _ = held_out.pmf(Calibration(*values), normal)
     assert float(value[1]) == pytest.approx(float(pmf[1, 0].log()), rel=1e-12)
     step = 1e-5
-    for index, name in enumerate(BOTH):
+    for index, name in enumerate(names):
         up, down = (
-            held_out.log_likelihood(*[v * math.exp(s * (i == index)) for i, v in enumerate((0.7, 2.0))], normal)[0]
+            held_out.log_likelihood(
+                Calibration(*[v * math.exp(s * (i == index)) for i, v in enumerate(values)]), normal
+            )[0]
             for s in (step, -step)
         )
         torch.testing.assert_close(slopes[name], (up - down) / (2 * step), rtol=1e-5, atol=1e-7)

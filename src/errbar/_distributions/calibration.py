@@ -8,6 +8,7 @@ T(x) is T for every input.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -37,6 +38,10 @@ class Calibration:
     def temperatures(self, contrast_variance: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """T(x) = T √(1 + c v̄(x)) of each input, from its v̄(x); in float64."""
         return self.temperature * (1 + self.softening * contrast_variance.double()).sqrt()
+
+    def described(self) -> dict[str, float]:
+        """The values by their names."""
+        return dataclasses.asdict(self)
 
 
 def require_temperature(temperature: float) -> float:
