@@ -15,7 +15,7 @@ Slopes = tuple[float, Float[Tensor, "d"], Float[Tensor, "d d"]]
 def pattern_search(
     value: Callable[[Tensor], float], point: Tensor, lower: Tensor, upper: Tensor, rounds: int = 14, step: float = 0.25
 ) -> tuple[float, Tensor]:
-    """From `step` on, step along each axis and diagonal while it helps, then halve the step. The least value and where it is.
+    """Step along each axis and diagonal while it helps, then halve `step`. The least value and where it is.
 
     `rounds` limits the time: along a valley that the steps do not follow, there is always a little to gain.
     """

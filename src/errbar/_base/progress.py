@@ -52,6 +52,13 @@ def track(items: Iterable[Item], description: str, *, total: int | None = None, 
         line.clear()
 
 
+def note(text: str, *, enabled: bool = True) -> None:
+    """A line that stays, between those that show progress."""
+    if enabled and sys.stderr is not None:
+        sys.stderr.write(f"{_manner().before}{text}\n")
+        sys.stderr.flush()
+
+
 class _Line:
     """One status line on standard error, at most as often as its manner says."""
 

@@ -445,6 +445,12 @@ class LowRankStructure(Structure):
     def gaussians(self, task: Task, factor: Any, batch: Batch) -> Iterator[LogitGaussian]:
         yield factor.gaussian_of_batch(task.network, task.selection, batch)
 
+    def gaussians_of_each(
+        self, task: Task, factors: Sequence[Any], batch: Batch
+    ) -> Iterator[tuple[LogitGaussian, ...]]:
+        """One after the other: what is differentiated is the sketch of each factor."""
+        return zip(*(self.gaussians(task, factor, batch) for factor in factors), strict=True)
+
     def derivatives(
         self, task: Task, batch: Batch, seeds: Seeds | None = None
     ) -> Iterator[tuple[Float[Tensor, "b M"], Any]]:

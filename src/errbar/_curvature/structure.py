@@ -240,6 +240,15 @@ class Structure(ABC):
             del derivative
             yield gaussian
 
+    def gaussians_of_each(
+        self, task: Task, factors: Sequence[Any], batch: Batch
+    ) -> Iterator[tuple[LogitGaussian, ...]]:
+        """`gaussians` of several factors at once, of one sum with several priors: the derivatives are the same."""
+        for mean, derivative in self.derivatives(task, batch):
+            in_products = derivative.to(task.dtype)
+            del derivative
+            yield tuple(factor.gaussian(mean.to(task.network.dtype), in_products) for factor in factors)
+
     def top_gaussians(self, task: Task, factor: Any, batch: Batch, top: int) -> Iterator[LogitGaussian]:
         """N(ĝ, P^g) of the `top` classes of each input with the largest means, by as many backward passes."""
         seeds = TopClasses(top)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
     unpack_sequence,
 )
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from errbar._base.checks import Checks
 from errbar.errors import ArgumentError, DataError, DataWarning, ErrbarError, LabelError
@@ -399,6 +399,29 @@ def _warned_of_weights(rest: Sequence[Any], size: int) -> bool:
             )
             return True
     return False
+
+
+def in_order(data: Any) -> Any:
+    """Data that can be read again in the same order: shuffled loaders in the order of their data set, iterators from
+    memory."""
+    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler) and not data.sampler.replacement:
+        return DataLoader(
+            data.dataset,
+            batch_size=data.batch_size,
+            num_workers=data.num_workers,
+            collate_fn=data.collate_fn,
+            drop_last=data.drop_last,
+        )
+    is_steady = isinstance(data, (Dataset, list, tuple)) or (
+        isinstance(data, DataLoader) and isinstance(data.sampler, SequentialSampler)
+    )
+    return data if is_steady else list(_iterable(data))
+
+
+def with_raw(data: Any, unpack: Unpack | None) -> Iterator[tuple[Any, Batch]]:
+    """Each batch as the data yield it, and as it is read."""
+    for value in _iterable(data):
+        yield value, to_batch(value, unpack)
 
 
 def count_batches(data: Any) -> int | None:

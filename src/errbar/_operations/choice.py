@@ -175,7 +175,19 @@ def _cells(row: Row, note: str) -> tuple[str, ...]:
     difference = f"{row.difference:+.4f} [{row.interval[0]:+.4f}, {row.interval[1]:+.4f}]"
     if not row.structure:
         against = "" if row.link == "T" else difference
-        return (row.parameters, "", "", "", f"{row.temperature:.3g}", "", "", scores[0], against, *scores[1:], *[""] * 4)
+        return (
+            row.parameters,
+            "",
+            "",
+            "",
+            f"{row.temperature:.3g}",
+            "",
+            "",
+            scores[0],
+            against,
+            *scores[1:],
+            *[""] * 4,
+        )
     return (
         row.parameters,
         row.structure + (", drawn" if row.fisher == "sampled" else ""),

@@ -20,6 +20,7 @@ from errbar._base.linalg import exp_without_subnormals_
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration
+from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, Unpack, checked_labels
 from errbar._posterior.posterior import Posterior
@@ -40,6 +41,10 @@ class HeldOut:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def parts(self) -> dict[str, Tensor]:
+        """What is different for each input, by name."""
+        return {"mean": self.mean, "root": self.root.values, "labels": self.labels, "variance": self.variance}
 
     def chosen(self, rows: Int[Tensor, "n"]) -> HeldOut:
         """Some of the inputs, in this order."""
@@ -160,39 +165,52 @@ def read_held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progre
     """The held-out inputs of all ranks, in the order of ranks, on every rank. A collective call."""
     stream = opened(data, unpack, team, title="Calibrating", progress=progress)
     own = team.together(lambda: held_out_of(posterior, stream))
-    has_data = team.exchange(own is not None)
-    if not any(has_data):
+    return gathered(None if own is None else [own], posterior.information.network.device, team)[0]
+
+
+def gathered(own: Sequence[HeldOut] | None, device: torch.device, team: Team) -> list[HeldOut]:
+    """What several ranks have read, one after the other, on every rank; None for a rank without data, and of several
+    posteriors at once. A collective call."""
+    counts = team.exchange(0 if own is None else len(own))
+    if not any(counts):
         raise DataError("The data for calibration are empty: expected at least one batch.")
     if team.is_alone and own is not None:
-        return own
-    device = posterior.information.network.device
-    parts = None
-    if own is not None:
-        parts = {"mean": own.mean, "root": own.root.values, "labels": own.labels, "variance": own.variance}
-    rows = team.gathered(parts, device)
+        return list(own)
     # One posterior has one basis, which a rank without data lacks: take that of the first rank with data.
-    common = {} if own is None or has_data.index(True) != team.rank else own.root.common()
-    root = SamplingRoot(rows["root"], **team.gathered(common, device))
-    return HeldOut(rows["mean"], root, rows["labels"], rows["variance"])
+    first = next(rank for rank, count in enumerate(counts) if count)
+    results = []
+    for index in range(counts[first]):
+        one = None if own is None else own[index]
+        rows = team.gathered(None if one is None else one.parts(), device)
+        common = {} if one is None or first != team.rank else one.root.common()
+        root = SamplingRoot(rows["root"], **team.gathered(common, device))
+        results.append(HeldOut(rows["mean"], root, rows["labels"], rows["variance"]))
+    return results
 
 
 def held_out_of(posterior: Posterior, stream: Iterator[Batch]) -> HeldOut | None:
     """This rank's part of the held-out inputs; None if it has none."""
     plain = posterior.uncalibrated()
-    means: list[Tensor] = []
-    roots: list[SamplingRoot] = []
+    gaussians: list[LogitGaussian] = []
     labels: list[Tensor] = []
-    variances: list[Tensor] = []
     for batch in stream:
         gaussian = plain.unrounded_logits(batch)
-        size, classes = gaussian.mean.shape
-        labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
-        means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
-        roots.append(gaussian.sampling_root())
-        variances.append(gaussian.contrast_variance.double())
-    if not means:
-        return None
-    return HeldOut(torch.cat(means), SamplingRoot.concatenated(roots), torch.cat(labels), torch.cat(variances))
+        gaussians.append(gaussian)
+        labels.append(labels_for(gaussian, batch))
+    return held_out_of_gaussians(gaussians, labels) if gaussians else None
+
+
+def labels_for(gaussian: LogitGaussian, batch: Batch) -> Int[Tensor, "B"]:
+    size, classes = gaussian.mean.shape
+    return checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
+
+
+def held_out_of_gaussians(gaussians: Sequence[LogitGaussian], labels: Sequence[Int[Tensor, "B"]]) -> HeldOut:
+    """Held-out inputs from their logits without calibration, batch by batch."""
+    mean = torch.cat([gaussian.mean - gaussian.mean.mean(1, keepdim=True) for gaussian in gaussians])
+    root = SamplingRoot.concatenated([gaussian.sampling_root() for gaussian in gaussians])
+    variance = torch.cat([gaussian.contrast_variance.double() for gaussian in gaussians])
+    return HeldOut(mean, root, torch.cat(list(labels)), variance)
 
 
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:

@@ -96,9 +96,7 @@ def judged(
     tick()
     results = []
     for names in LINKS:
-        overall = {
-            index: _whole(variants[index], names, seed, tick) for index in dict.fromkeys([best, *chosen])
-        }
+        overall = {index: _whole(variants[index], names, seed, tick) for index in dict.fromkeys([best, *chosen])}
         parts = []
         for index, rows in enumerate(folds):
             variant = chosen[index]

@@ -338,9 +338,7 @@ class _Plain:
             unscaled = question.objective.value(question.held_out, start, question.normal)
             if unscaled < value - question.allowance:
                 return start, []
-        return question.at(point), _edges(
-            question, value, point, lower, upper, self.scaling if self.slides else None
-        )
+        return question.at(point), _edges(question, value, point, lower, upper, self.scaling if self.slides else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -127,18 +128,18 @@ class Request:
     """The arguments of a call of `collect`, as the user gave them."""
 
     model: nn.Module
-    last_layers: int | None
-    parameters: str | Sequence[str] | None
-    fisher: str
-    draws: int
-    seed: int
-    structure: str
-    rank: int
-    precision: str | None
-    unpack: Unpack | None
-    output: Output
-    checkpoint: str | os.PathLike[str] | None
-    every: int
+    last_layers: int | None = None
+    parameters: str | Sequence[str] | None = None
+    fisher: str = "ggn"
+    draws: int = 1
+    seed: int = 0
+    structure: str = "dense"
+    rank: int = DEFAULT_RANK
+    precision: str | None = None
+    unpack: Unpack | None = None
+    output: Output = None
+    checkpoint: str | os.PathLike[str] | None = None
+    every: int = DEFAULT_EVERY
 
     def checked(self, rank: int = 0, ranks: int = 1) -> tuple[str | None, Network]:
         """The checkpoint file of this rank and the network, after all checks that need no data."""
@@ -262,31 +263,72 @@ def accumulate(
     may_be_empty: bool = False,
 ) -> Information:
     """The information of a stream of batches; with `rows`, the rows U_nᵀ of all samples are appended there."""
-    structure, network = structure_called(task.structure), task.network
-    require_fits(task, structure)
-    checks = Checks(network.device)
-    count = 0
-    likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
-    with plain_execution(network.device):
-        accumulator = structure.accumulator(task, rows)
-        for batch in stream:
-            logits = accumulator.add_batch(network.prepare(batch, checks))
+    one = _Pass(task, rows)
+    for batch in stream:
+        one.add(batch)
+    return one.finish(may_be_empty=may_be_empty)
+
+
+class _Pass:
+    """One pass over the data for one task, batch by batch."""
+
+    def __init__(self, task: Task, rows: Rows | None = None) -> None:
+        structure, network = structure_called(task.structure), task.network
+        require_fits(task, structure)
+        self.task, self.checks, self.count = task, Checks(network.device), 0
+        self.likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
+        with plain_execution(network.device):
+            self.accumulator = structure.accumulator(task, rows)
+
+    def add(self, batch: Batch) -> None:
+        network, checks = self.task.network, self.checks
+        with plain_execution(network.device):
+            logits = self.accumulator.add_batch(network.prepare(batch, checks))
             require_finite_logits(logits, checks)
-            if likelihood is not None and batch.labels is not None:
-                likelihood = likelihood + _label_likelihood(logits, batch.labels, checks)
+            if self.likelihood is not None and batch.labels is not None:
+                self.likelihood = self.likelihood + _label_likelihood(logits, batch.labels, checks)
             else:
-                likelihood = None
-            count += len(batch)
-        if count == 0 and not may_be_empty:
+                self.likelihood = None
+            self.count += len(batch)
+
+    def finish(self, *, may_be_empty: bool = False) -> Information:
+        if self.count == 0 and not may_be_empty:
             raise DataError("The data are empty: expected at least one batch.")
-        checks.finish()
-        total = accumulator.finish()
-    return Information(
-        task=task,
-        total=total,
-        n_samples=count,
-        log_likelihood=None if likelihood is None else float(likelihood),
-    )
+        with plain_execution(self.task.network.device):
+            self.checks.finish()
+            total = self.accumulator.finish()
+        likelihood = None if self.likelihood is None else float(self.likelihood)
+        return Information(task=self.task, total=total, n_samples=self.count, log_likelihood=likelihood)
+
+
+def collect_several(
+    requests: Sequence[Request], data: Any, *, progress: bool, tick: Callable[[], None]
+) -> list[tuple[Information, float]]:
+    """The information for each of several requests from one pass over the data, with the seconds that each took.
+
+    `tick` is called for each batch, and may raise to end the pass.
+    """
+    stream = stream_of(data, requests[0].unpack, title=_TITLE, progress=progress)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("The data are empty: expected at least one batch.")
+    passes, seconds = [], [0.0] * len(requests)
+    for index, request in enumerate(requests):
+        begin = time.perf_counter()
+        _, network = request.checked()
+        passes.append(_Pass(request.routed(*request.task(network, first, len(first)))))
+        seconds[index] += time.perf_counter() - begin
+    for batch in chain([first], stream):
+        for index, one in enumerate(passes):
+            tick()
+            begin = time.perf_counter()
+            one.add(batch)
+            seconds[index] += time.perf_counter() - begin
+    results = []
+    for index, one in enumerate(passes):
+        begin = time.perf_counter()
+        results.append((one.finish(), seconds[index] + time.perf_counter() - begin))
+    return results
 
 
 def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any, checks: Checks) -> Float[Tensor, ""]:

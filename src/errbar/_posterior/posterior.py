@@ -500,6 +500,20 @@ def fit(
     return condition(information, Prior() if prior is None else prior)
 
 
+def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussian]:
+    """`unrounded_logits` without calibration of posteriors that differ in their prior alone: one differentiation."""
+    first = posteriors[0]
+    task = first.information.task
+    factors = [posterior.factor for posterior in posteriors]
+    with plain_execution(task.network.device):
+        checks, batch = first._prepared(x)
+        parts = list(structure_called(task.structure).gaussians_of_each(task, factors, batch))
+        for part in parts:
+            require_finite_logits(part[0].mean, checks)
+        checks.finish()
+    return [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+
+
 def require_posterior(value: object) -> None:
     if not isinstance(value, Posterior):
         raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")

@@ -1,0 +1,572 @@
+"""`autofit`: try several posteriors, choose by cross-validation, and never take one that is worse than temperature
+scaling.
+
+For each candidate: one pass over the training data, one over the held-out data for several priors at once, and then all
+links and folds from the same logit Gaussians. `choice.best_trial` is the rule, docs/design.md its reasons.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from errbar._base.execution import plain_execution
+from errbar._base.memory import usable_bytes
+from errbar._base.progress import note
+from errbar._distributed.shards import opened
+from errbar._distributed.team import Team, team_of
+from errbar._distributions.calibration import Calibration
+from errbar._distributions.logits import LogitGaussian
+from errbar._distributions.sampling import require_seed
+from errbar._model.batch import Batch, Unpack, count_batches, in_order, with_raw
+from errbar._model.network import Output
+from errbar._operations.candidates import Candidate, Question, listed_candidates
+from errbar._operations.choice import Choice, Row, Trial, best_trial, paired
+from errbar._operations.choose_prior import choose_prior
+from errbar._operations.folds import Groups, divided, group_numbers, require_folds, standard_error
+from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
+from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
+from errbar._operations.search import calibration_near, largest_covariance
+from errbar._posterior.collect import collect, collect_several
+from errbar._posterior.information import Information
+from errbar._posterior.posterior import Posterior, condition, logits_of_each
+from errbar._posterior.prior import Prior
+from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, DataError, StructureNotice
+
+# The priors that the held-out data choose among: decades, because T_c makes up for what lies between.
+PRECISIONS = tuple(10.0**step for step in range(-2, 5))
+_FEW_PRECISIONS = (1.0, 100.0)
+# A factorisation that takes longer is not repeated for many priors.
+_QUICK = 2.0
+_FINAL_DRAWS = 1000
+# Shares of the time: of one pass for several candidates, and what is left for the last fit.
+_SHARE_OF_PASS, _SHARE_AT_END = 0.4, 0.08
+_LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
+
+
+class _TimeIsUpError(Exception):
+    """The limit of `seconds` is reached."""
+
+
+def autofit(
+    model: nn.Module,
+    train: Any,
+    held_out: Any,
+    *,
+    candidates: Sequence[Any] | None = None,
+    memory: int | None = None,
+    seconds: float | None = None,
+    folds: int = 5,
+    groups: Groups | None = None,
+    seed: int = 0,
+    unpack: Unpack | None = None,
+    output: Output = None,
+    group: Any = None,
+    progress: bool = False,
+) -> Choice:
+    """The best error bars for a network: several posteriors are fitted, calibrated and compared on held-out data.
+
+    Tried are the last layer, the last two, the last layer with all vectors (norms and biases), and the whole network
+    with `kron` and `lowrank`: each with the prior by the evidence and by the held-out NLL, and each with T and T_c, and
+    with a softening besides. All of these are fitted on some folds and scored on the others, paired with temperature
+    scaling. What is not as good as that is never chosen; of what is equally good, the one with the most parameters
+    in an exact structure is, because inputs that are unlike the held-out data gain from it. The posterior of the result
+    is calibrated on all held-out data.
+
+    Args:
+        model: a trained classifier that returns logits; never modified.
+        train: its training data, as `collect` takes them. An iterator is read into memory.
+        held_out: data with labels that were not used for training; read once for each candidate.
+        candidates: what to try instead: a list of mappings of keywords of `collect`.
+        memory: bytes that a fit may take; by default nine tenths of what is available.
+        seconds: stop after this time with the best so far. `Choice.not_tried` says what was left out.
+        folds: of the cross-validation.
+        groups: one value for each held-out sample, or a function from a batch to them: samples with equal values
+            (frames of one track, pictures of one patient) stay in one fold, and count as one for standard errors.
+        seed: of the folds and of the draws.
+        unpack: as in `collect`.
+        output: as in `collect`.
+        group: as in `collect`; all ranks choose the same.
+        progress: show progress with the time left.
+    """
+    team = team_of(group)
+    listed = listed_candidates(candidates)
+    limit = _require_seconds(seconds)
+    folds, seed = require_folds(folds), require_seed(seed)
+    train_data = list(train) if isinstance(train, Iterator) else train
+    held_out_data = in_order(held_out)
+    example, first = next(with_raw(train_data, unpack), (None, None))
+    if first is None:
+        raise DataError("The training data are empty: expected at least one batch.")
+    question = Question(model, example, _count(train_data, first), memory, limit, unpack, output)
+    search = _Search(team, train_data, held_out_data, unpack, limit, seed, progress and team.leads)
+    search.read_groups(groups, folds)
+    tried, left_out = team.together(lambda: question.candidates(listed))
+    tried, left_out = _same_everywhere(team, tried, left_out)
+    if not tried:
+        raise DataError("No candidate can be tried. " + " ".join(left_out))
+    if limit is not None and tried[0].fit_seconds(question.samples or 1) > limit:
+        raise ArgumentError(
+            f"seconds is {seconds!r}, and the cheapest candidate alone ({tried[0].label}) takes about "
+            f"{tried[0].fit_seconds(question.samples or 1):.0f} s to fit; expected more time, or fewer training data."
+        )
+    search.try_all(tried)
+    return search.choice(left_out)
+
+
+def _require_seconds(seconds: object) -> float | None:
+    if seconds is None:
+        return None
+    try:
+        number = float(seconds)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise ArgumentError(f"seconds is {seconds!r}; expected a positive number, or None for no limit.")
+    return number
+
+
+def _count(data: Any, first: Batch) -> int | None:
+    number = count_batches(data)
+    return None if number is None else number * len(first)
+
+
+def _same_everywhere(team: Team, candidates: list[Candidate], left_out: list[str]) -> tuple[list[Candidate], list[str]]:
+    """The candidates of the first rank, whose times and memory decide for all."""
+    if team.is_alone:
+        return candidates, left_out
+    facts = [(c.label, c.request.structure, c.request.fisher) for c in candidates]
+    chosen, left_out = team.broadcast((facts, left_out))
+    own = {(c.label, c.request.structure): c for c in candidates}
+    same = []
+    for label, structure, fisher in chosen:
+        if (label, structure) in own:
+            candidate = own[label, structure]
+            same.append(replace(candidate, request=replace(candidate.request, fisher=fisher)))
+    return same, left_out
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A row, the posterior that it is of (not yet calibrated), and its held-out Gaussians."""
+
+    trial: Trial
+    names: tuple[str, ...]
+    posterior: Posterior
+    held_out: HeldOut
+
+
+@dataclass(eq=False)
+class _Search:
+    """What has been tried so far."""
+
+    team: Team
+    train: Any
+    held_out: Any
+    unpack: Unpack | None
+    seconds: float | None
+    seed: int
+    progress: bool
+    begin: float = field(default_factory=time.monotonic)
+    tried: list[_Tried] = field(default_factory=list)
+    not_tried: list[str] = field(default_factory=list)
+    baselines: tuple[Row, Row] | None = None
+    scaling: tuple[Calibration, Scores] | None = None
+    cheapest: tuple[Posterior, HeldOut] | None = None
+    groups: Int[Tensor, "N"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    folds: list[Int[Tensor, "n"]] = field(default_factory=list)
+    # Seconds that judging a candidate took, beyond its fit.
+    judging: float = 0.0
+
+    def left(self) -> float:
+        """Seconds until the search must end, so that the last fit is done in time."""
+        if self.seconds is None:
+            return float("inf")
+        return self.begin + (1 - _SHARE_AT_END) * self.seconds - time.monotonic()
+
+    def tick(self) -> None:
+        # Several ranks decide together, between candidates.
+        if self.team.is_alone and self.left() < 0:
+            raise _TimeIsUpError
+
+    def read_groups(self, groups: Groups | None, folds: int) -> None:
+        """The folds, from one look at the held-out batches; their labels are checked later, with the classes."""
+        own: list[Any] = []
+        count = 0
+
+        def read() -> None:
+            nonlocal count
+            for value, batch in with_raw(self.held_out, self.unpack):
+                if batch.labels is None:
+                    raise DataError(
+                        "The held-out data have no labels; expected batches (x, labels): cross-validation needs them."
+                    )
+                count += len(batch)
+                if callable(groups):
+                    own.extend(_listed(groups(value)))
+
+        if self.team.is_alone:
+            read()
+            values: Sequence[Any] = range(count) if groups is None else own if callable(groups) else groups
+        else:
+            values, count = self._groups_of_ranks(groups, own)
+        if count == 0:
+            raise DataError("The held-out data are empty: expected at least one batch with labels.")
+        self.groups = group_numbers(values, count)
+        self.folds = divided(self.groups, folds, self.seed)
+
+    def _groups_of_ranks(self, groups: Groups | None, own: list[Any]) -> tuple[Sequence[Any], int]:
+        """Groups in the order in which the held-out inputs of all ranks are gathered. A collective call."""
+        if groups is not None and not callable(groups):
+            raise ArgumentError(
+                "groups is a list of values, and several processes divide the held-out data; expected a function from "
+                "a batch to the values of its samples."
+            )
+        stream = opened(self.held_out, None, self.team)
+        sizes = 0
+        for batch in stream:
+            if batch.labels is None:
+                raise DataError("The held-out data have no labels; expected batches (x, labels).")
+            sizes += len(batch)
+            if callable(groups):
+                own.extend(_listed(groups((*batch.args, batch.labels))))
+        parts = self.team.exchange((sizes, own))
+        count = sum(size for size, _ in parts)
+        joined = [value for _, values in parts for value in values]
+        return (joined if callable(groups) else range(count)), count
+
+    # ------------------------------------------------------------------------------------------------- trying
+
+    def try_all(self, candidates: Sequence[Candidate]) -> None:
+        """In passes of as many candidates as memory and time allow."""
+        waiting = list(candidates)
+        while waiting:
+            together = self.team.broadcast(self._together(waiting))
+            if not together:
+                self.not_tried += [self._too_long(candidate) for candidate in waiting]
+                return
+            now, waiting = waiting[:together], waiting[together:]
+            try:
+                self._try(now)
+            except _TimeIsUpError:
+                if not self.tried:
+                    raise ArgumentError(
+                        f"seconds is {self.seconds:g}, and that was not enough for a single candidate "
+                        f"({now[0].label}); expected more time, or fewer data."
+                    ) from None
+                self.not_tried += [
+                    f"{c.label}, {c.request.structure}: the time was up." for c in now if not self._has(c)
+                ]
+
+    def _has(self, candidate: Candidate) -> bool:
+        return any(
+            (tried.trial.row.parameters, tried.trial.row.structure) == (candidate.label, candidate.request.structure)
+            for tried in self.tried
+        )
+
+    def _samples(self) -> int:
+        return self.cheapest[0].information.n_samples if self.cheapest else 0
+
+    def _expected(self, candidate: Candidate) -> float:
+        """Seconds of a fit and of all that follows, as far as these are known."""
+        inputs = len(self.groups) * candidate.option.predict_seconds_per_input
+        return candidate.fit_seconds(self._samples()) + inputs + self.judging
+
+    def _together(self, waiting: Sequence[Candidate]) -> int:
+        """How many of the next candidates share a pass; 0 if there is no time for the next one."""
+        left = self.left()
+        if left == float("inf"):
+            room, count, used = usable_bytes(waiting[0].device), 0, 0
+            for candidate in waiting:
+                used += candidate.option.fit_bytes
+                if count and used > room:
+                    break
+                count += 1
+            return count
+        if self.tried and self._expected(waiting[0]) > left:
+            return 0
+        return 1
+
+    def _too_long(self, candidate: Candidate) -> str:
+        return (
+            f"{candidate.label}, {candidate.request.structure}: it would take about {self._expected(candidate):.0f} s, "
+            f"and {max(self.left(), 0):.0f} s were left."
+        )
+
+    def _try(self, candidates: Sequence[Candidate]) -> None:
+        names = " and ".join(f"{candidate.label} ({candidate.request.structure})" for candidate in candidates)
+        note(f"Trying {names}", enabled=self.progress)
+        for candidate, (information, seconds) in zip(candidates, self._collected(candidates), strict=True):
+            start = time.monotonic()
+            self._judge(candidate, information, seconds)
+            self.judging = max(self.judging, time.monotonic() - start)
+
+    def _collected(self, candidates: Sequence[Candidate]) -> list[tuple[Information, float]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StructureNotice)
+            if self.team.is_alone:
+                requests = [candidate.request for candidate in candidates]
+                return collect_several(requests, self.train, progress=self.progress, tick=self.tick)
+            results = []
+            for candidate in candidates:
+                begin = time.monotonic()
+                request = candidate.request
+                information = collect(
+                    request.model,
+                    self.train,
+                    last_layers=request.last_layers,
+                    parameters=request.parameters,
+                    fisher=request.fisher,
+                    draws=request.draws,
+                    structure=request.structure,
+                    rank=request.rank,
+                    precision=request.precision,
+                    unpack=request.unpack,
+                    output=request.output,
+                    group=self.team.group,
+                    progress=self.progress,
+                )
+                results.append((information, time.monotonic() - begin))
+            return results
+
+    def _judge(self, candidate: Candidate, information: Information, seconds: float) -> None:
+        """All priors, links and folds of one candidate."""
+        begin = time.monotonic()
+        by_evidence, others = self._posteriors(information)
+        condition_seconds = (time.monotonic() - begin) / (len(others) + 1)
+        posteriors = [by_evidence, *others]
+        variants, microseconds = self._variants(posteriors)
+        if self.scaling is None:
+            self._judge_baselines(variants[0])
+        kind = "evidence" if information.log_likelihood is not None else "default"
+        self.cheapest = self.cheapest or (by_evidence, variants[0])
+        for prior_by, first, last in ((kind, 0, 1), ("nll", 1, len(posteriors))):
+            if first == last:
+                continue
+            for link in self._judged(variants[first:last]):
+                index = first + link.variant
+                row = self._row(candidate, posteriors[index], link, prior_by, seconds + condition_seconds, microseconds)
+                self.tried.append(
+                    _Tried(Trial(row, link.scores.losses), link.names, posteriors[index], variants[index])
+                )
+
+    def _judged(self, variants: Sequence[HeldOut]) -> list[Judged]:
+        def run() -> list[Judged] | None:
+            if not self.team.leads:
+                return None
+            with plain_execution(variants[0].mean.device), warnings.catch_warnings():
+                warnings.simplefilter("ignore", CalibrationWarning)
+                return judged(variants, self.folds, self.seed, self.tick)
+
+        result: list[Judged] = self.team.broadcast(self.team.together(run))
+        return result
+
+    def _posteriors(self, information: Information) -> tuple[Posterior, list[Posterior]]:
+        """With the prior by the evidence (1 without labels), and with those that held-out data may choose."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            begin = time.monotonic()
+            first = condition(information, Prior(1.0))
+            # Seconds differ between ranks, and all must do the same.
+            is_quick = self.team.broadcast(time.monotonic() - begin < _QUICK)
+            prior = Prior(1.0)
+            if information.log_likelihood is not None:
+                grid = {} if is_quick else {"precisions": _FEW_PRECISIONS}
+                prior = choose_prior(information, **grid)  # type: ignore[arg-type]
+            by_evidence = condition(information, prior)
+            others = []
+            for precision in PRECISIONS if is_quick else _FEW_PRECISIONS:
+                self.tick()
+                try:
+                    other = first if precision == 1 else condition(information, Prior(precision))
+                except CovarianceError:
+                    continue
+                if other.jitter == 0:
+                    others.append(other)
+        return by_evidence, others
+
+    def _variants(self, posteriors: Sequence[Posterior]) -> tuple[list[HeldOut], float]:
+        """The held-out Gaussians of each posterior from one pass, and the microseconds for an input of one of them."""
+        seconds, count = 0.0, 0
+
+        def read() -> list[HeldOut] | None:
+            nonlocal seconds, count
+            parts: list[list[LogitGaussian]] = [[] for _ in posteriors]
+            labels: list[Tensor] = []
+            for batch in stream:
+                self.tick()
+                begin = time.perf_counter()
+                for part, gaussian in zip(parts, logits_of_each(posteriors, batch), strict=True):
+                    part.append(gaussian)
+                labels.append(labels_for(parts[0][-1], batch))
+                seconds += time.perf_counter() - begin
+                count += len(batch)
+            return [held_out_of_gaussians(part, labels) for part in parts] if labels else None
+
+        stream = opened(self.held_out, self.unpack, self.team, title="Held-out data", progress=self.progress)
+        variants = gathered(self.team.together(read), posteriors[0].information.network.device, self.team)
+        if self.cheapest and not torch.equal(self.cheapest_held_out.labels, variants[0].labels):
+            raise DataError(
+                "The held-out data came in another order than before; expected the same samples in the same order each "
+                "time they are read. Pass a Dataset, a list of batches, or a DataLoader that does not shuffle."
+            )
+        return variants, 1e6 * seconds / max(count, 1) / len(posteriors)
+
+    def _judge_baselines(self, held_out: HeldOut) -> None:
+        calibration, scores = scaled_softmax(held_out, self.folds)
+        self.scaling = calibration, scores
+        plain = plain_softmax(held_out)
+        rows = []
+        for name, link, at, own in (
+            ("softmax", "", Calibration(1.0, 0.0), plain),
+            ("T alone", "T", calibration, scores),
+        ):
+            rows.append(_row_of(name, link, at, own, scores, self.groups))
+        self.baselines = rows[0], rows[1]
+
+    def _row(
+        self,
+        candidate: Candidate,
+        posterior: Posterior,
+        link: Judged,
+        prior_by: str,
+        seconds: float,
+        microseconds: float,
+    ) -> Row:
+        assert self.scaling is not None
+        row = _row_of(
+            candidate.label, _LINK_NAMES[len(link.names)], link.calibration, link.scores, self.scaling[1], self.groups
+        )
+        precision = posterior.prior.precision
+        return replace(
+            row,
+            structure=candidate.request.structure,
+            fisher=candidate.request.fisher,
+            n_parameters=posterior.information.n_parameters,
+            exact=candidate.option.exact,
+            prior=float(precision),  # type: ignore[arg-type]
+            prior_by=prior_by,
+            seconds=seconds,
+            microseconds=microseconds,
+            bytes=candidate.option.posterior_bytes,
+        )
+
+    # ----------------------------------------------------------------------------------------------- choosing
+
+    def choice(self, left_out: Sequence[str]) -> Choice:
+        assert self.scaling is not None
+        assert self.baselines is not None
+        assert self.cheapest is not None
+        scaling_calibration, scores = self.scaling
+        trials = [tried.trial for tried in self.tried]
+        best = best_trial(trials, scores.losses, self.groups)
+        rows = tuple(sorted((trial.row for trial in trials), key=lambda row: row.nll))
+        if best is None:
+            posterior, at = (
+                self.cheapest[0],
+                self._final(lambda: largest_covariance(self.cheapest_held_out, 200, self.seed)),
+            )
+            reason = _reason_without(rows, at)
+        else:
+            tried = next(tried for tried in self.tried if tried.trial is best)
+            row = best.row
+            near = Calibration(row.temperature, row.covariance_scale, row.softening)
+            posterior, at = (
+                tried.posterior,
+                self._final(lambda: calibration_near(tried.held_out, tried.names, near, _FINAL_DRAWS, self.seed)),
+            )
+            reason = _reason_for(row, rows)
+        return Choice(
+            posterior=posterior.with_calibration(**at.described()),
+            rows=rows,
+            baselines=self.baselines,
+            chosen=None if best is None else best.row,
+            reason=reason,
+            not_tried=(*left_out, *self.not_tried),
+            temperature_scaling=self.cheapest[0].with_calibration(**scaling_calibration.described()),
+        )
+
+    @property
+    def cheapest_held_out(self) -> HeldOut:
+        assert self.cheapest is not None
+        return self.cheapest[1]
+
+    def _final(self, fitted: Callable[[], Calibration]) -> Calibration:
+        """A calibration that the first rank computes for all."""
+        assert self.cheapest is not None
+
+        def run() -> Calibration | None:
+            if not self.team.leads:
+                return None
+            with plain_execution(self.cheapest_held_out.mean.device):
+                return fitted()
+
+        result: Calibration = self.team.broadcast(self.team.together(run))
+        return result
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _row_of(name: str, link: str, at: Calibration, own: Scores, scaling: Scores, groups: Int[Tensor, "N"]) -> Row:
+    difference, half = paired(own.losses, scaling.losses, groups)
+    return Row(
+        parameters=name,
+        structure="",
+        fisher="",
+        n_parameters=0,
+        exact=False,
+        link=link,
+        **at.described(),
+        prior=0.0,
+        prior_by="",
+        nll=own.nll,
+        standard_error=standard_error(own.losses, groups),
+        ece=own.ece,
+        brier=own.brier,
+        difference=difference,
+        interval=(difference - half, difference + half),
+        seconds=0.0,
+        microseconds=0.0,
+        bytes=0,
+    )
+
+
+def _reason_for(row: Row, rows: Sequence[Row]) -> str:
+    best = rows[0]
+    fitted = row.link if row.prior_by == "default" else f"{row.link} and the prior by {row.prior_by}"
+    start = f"Chosen: {row.parameters} ({row.structure}), with {fitted}: {_against(row)}"
+    if row is best:
+        return f"{start}, the best of {len(rows)}."
+    return (
+        f"{start}. The best by NLL ({best.parameters}, {best.structure}, {best.link}, {best.difference:+.4f}) is not "
+        f"better by more than the standard error, and this one has {_advantage(row, best)}."
+    )
+
+
+def _advantage(row: Row, best: Row) -> str:
+    """By which step of the rule the row comes before the best."""
+    if row.n_parameters * row.exact > best.n_parameters * best.exact:
+        return "more parameters in an exact structure"
+    return "a softening" if row.softening and not best.softening else "a prior that the held-out data did not choose"
+
+
+def _against(row: Row) -> str:
+    return f"NLL {row.nll:.4f} out of fold, {row.difference:+.4f} against temperature scaling"
+
+
+def _reason_without(rows: Sequence[Row], at: Calibration) -> str:
+    best = f"the best, {rows[0].parameters}, has {rows[0].difference:+.4f} nats"
+    start = f"No candidate is as good as temperature scaling ({best})"
+    if at.covariance_scale == 0:
+        return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
+    scale = f"{at.covariance_scale:.2g}"
+    return f"{start}: this is the cheapest one, with the largest T_c that costs at most 0.0003, {scale}."

@@ -1,0 +1,147 @@
+"""What `autofit` may try: which parameters, in which structure, with which Fisher information, at which cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from errbar._model.batch import Unpack
+from errbar._model.network import Output
+from errbar._planning.plan import Option, plan
+from errbar._posterior.collect import Request
+from errbar.errors import ArgumentError, ErrbarError
+
+# The whole network by what fits any memory; the others exactly where that fits, or as `auto` mixes.
+_DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("last layer", {"last_layers": 1, "structure": "auto"}),
+    ("last two layers", {"last_layers": 2, "structure": "auto"}),
+    ("last layer and vectors", {"parameters": "vectors", "structure": "auto"}),
+    ("all", {"parameters": "all", "structure": "kron"}),
+    ("all", {"parameters": "all", "structure": "lowrank"}),
+)
+# What a user may name of a candidate: the keywords of `collect` that say what to collect.
+_KEYWORDS = ("last_layers", "parameters", "structure", "fisher", "draws", "rank", "precision")
+# Seconds that the exact information may take before labels are drawn instead; and the share of a limit.
+_PATIENCE, _PATIENT_SHARE = 300.0, 0.35
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """What to collect, and what that costs by the plan."""
+
+    label: str
+    request: Request
+    option: Option
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.request.model.parameters()).device
+
+    def fit_seconds(self, samples: int) -> float:
+        return self.option.fit_seconds_per_sample * samples + self.option.seconds_once
+
+
+def listed_candidates(candidates: object) -> tuple[tuple[str, dict[str, Any]], ...] | None:
+    """The candidates of a user, with a label each; None for the usual ones."""
+    if candidates is None:
+        return None
+    if not isinstance(candidates, Sequence) or isinstance(candidates, str) or not candidates:
+        raise ArgumentError(
+            f"candidates is {candidates!r}; expected a list of mappings of keywords of errbar.collect, for example "
+            "[{'last_layers': 1}, {'parameters': 'vectors', 'structure': 'block'}]."
+        )
+    listed = []
+    for candidate in candidates:
+        if not isinstance(candidate, Mapping) or not set(candidate) <= set(_KEYWORDS):
+            raise ArgumentError(
+                f"A candidate is {candidate!r}; expected a mapping of some of {', '.join(_KEYWORDS)} to values, as "
+                "errbar.collect takes them."
+            )
+        listed.append((_label(candidate), dict(candidate)))
+    return tuple(listed)
+
+
+def _label(candidate: Mapping[str, Any]) -> str:
+    layers, parameters = candidate.get("last_layers"), candidate.get("parameters")
+    if layers is not None:
+        return "last layer" if layers == 1 else f"last {layers} layers"
+    if parameters == "vectors":
+        return "last layer and vectors"
+    return parameters if isinstance(parameters, str) else ", ".join(parameters or ())
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A network, a batch of its training data, and the limits of memory and time."""
+
+    model: nn.Module
+    example: Any
+    samples: int | None
+    memory: int | None
+    seconds: float | None
+    unpack: Unpack | None
+    output: Output
+
+    def candidates(self, listed: tuple[tuple[str, dict[str, Any]], ...] | None) -> tuple[list[Candidate], list[str]]:
+        """Those that fit into memory, the cheapest first; and why others are left out."""
+        found: list[Candidate] = []
+        left_out: list[str] = []
+        for label, keywords in listed or _DEFAULTS:
+            try:
+                candidate = self._candidate(label, keywords, may_draw=listed is None)
+            except ErrbarError as error:
+                if listed is not None:
+                    raise
+                # Fewer layers than asked for: an earlier candidate has all of them.
+                if "last_layers" not in keywords:
+                    left_out.append(f"{label}, {keywords['structure']}: {error}")
+                continue
+            if candidate is None:
+                left_out.append(f"{label}, {keywords.get('structure', 'dense')}: it does not fit into the memory.")
+            elif not any(_is_same(candidate, other) for other in found):
+                found.append(candidate)
+        return sorted(found, key=lambda candidate: candidate.fit_seconds(self.samples or 1)), left_out
+
+    def _candidate(self, label: str, keywords: dict[str, Any], *, may_draw: bool) -> Candidate | None:
+        request = Request(self.model, **keywords, unpack=self.unpack, output=self.output)
+        option = self._option(request)
+        patience = _PATIENCE if self.seconds is None else _PATIENT_SHARE * self.seconds
+        if may_draw and option is not None and option.fit_seconds_per_sample * (self.samples or 0) > patience:
+            drawn = replace(request, fisher="sampled")
+            cheaper = self._option(drawn)
+            if cheaper is not None and cheaper.fit_seconds_per_sample < option.fit_seconds_per_sample:
+                request, option = drawn, cheaper
+        if option is None:
+            return None
+        if option.exact:
+            # Where nothing exact fits, `auto` may mix.
+            request = replace(request, structure=option.structure)
+        return Candidate(label, request, option)
+
+    def _option(self, request: Request) -> Option | None:
+        """The first structure of the plan that fits; the structure that was asked for unless that is "auto"."""
+        planned = plan(
+            self.model,
+            self.example,
+            self.memory,
+            fisher=request.fisher,
+            rank=request.rank,
+            precision=request.precision,
+            draws=request.draws,
+            last_layers=request.last_layers,
+            parameters=request.parameters,
+            structure=None if request.structure == "auto" else request.structure,
+            unpack=self.unpack,
+            output=self.output,
+        )
+        return next((option for option in planned.options if option.fits), None)
+
+
+def _is_same(candidate: Candidate, other: Candidate) -> bool:
+    """Whether the same parameters take part in the same way: selections of the usual candidates contain each other."""
+    own, others = candidate.option, other.option
+    return (own.n_parameters, own.structure) == (others.n_parameters, others.structure)
