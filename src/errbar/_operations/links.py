@@ -18,6 +18,7 @@ from errbar import metrics
 from errbar._distributions.calibration import Calibration
 from errbar._operations.held_out import HeldOut
 from errbar._operations.search import (
+    LITTLE,
     NAMES,
     OBJECTIVES,
     TEMPERATURE_BOUNDS,
@@ -108,7 +109,7 @@ def judged(
 
 
 def _whole(held_out: HeldOut, names: tuple[str, ...], seed: int, tick: Callable[[], None]) -> Calibration:
-    best, _ = best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), _SEARCH_DRAWS, seed)
+    best, _ = best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), _SEARCH_DRAWS, seed, LITTLE)
     tick()
     return best
 
@@ -117,7 +118,7 @@ def _near(
     held_out: HeldOut, near: Calibration | None, names: tuple[str, ...], seed: int, *, slides: bool = True
 ) -> Calibration:
     if near is None:
-        return best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), _SEARCH_DRAWS, seed)[0]
+        return best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), _SEARCH_DRAWS, seed, LITTLE)[0]
     return calibration_near(held_out, names, near, _SEARCH_DRAWS, seed, slides=slides)
 
 

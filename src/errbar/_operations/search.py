@@ -40,7 +40,7 @@ TWO = NAMES[:2]
 # softening the gains are smaller than that, so less of them is given away.
 _LOG_LIKELIHOOD_RATIO = 2.0
 _NEGLIGIBLE_NATS = 8e-4
-_NEGLIGIBLE_NATS_WITH_SOFTENING = 1e-4
+LITTLE = 1e-4
 # How much worse than temperature scaling the PMF may become for the sake of T_c, in nats per sample.
 ABOVE_TEMPERATURE_SCALING = 3e-4
 # If T is small for the logits at hand, the softmax of a draw is nearly 0 or 1 and a PMF counts which class wins: a
@@ -103,8 +103,8 @@ OBJECTIVES = {
 class Question:
     """An objective as a function of the logarithms of the fitted values, for these draws.
 
-    What is not among `names` is that of `start`. With T and c among them, the first coordinate is that of T(x) at the
-    median of v̄.
+    What is not among `names` is that of `start`; `most` is what may be given away for the sake of T_c. With T and c
+    among them, the first coordinate is that of T(x) at the median of v̄.
     """
 
     held_out: HeldOut
@@ -112,6 +112,7 @@ class Question:
     names: tuple[str, ...]
     start: Calibration
     normal: Float[Tensor, "d K"]
+    most: float = _NEGLIGIBLE_NATS
 
     @cached_property
     def _typical(self) -> float:
@@ -156,8 +157,7 @@ class Question:
     @property
     def allowance(self) -> float:
         """A difference that the data hardly determine, in nats per sample; for other objectives in their units."""
-        most = _NEGLIGIBLE_NATS_WITH_SOFTENING if "softening" in self.names else _NEGLIGIBLE_NATS
-        return min(_LOG_LIKELIHOOD_RATIO / len(self.held_out), most)
+        return min(_LOG_LIKELIHOOD_RATIO / len(self.held_out), self.most)
 
     def ranked(self, points: Sequence[Tensor]) -> list[Minimum]:
         return sorted(((self.value(point), point) for point in points), key=lambda pair: pair[0])
@@ -200,9 +200,12 @@ def best_calibration(
     start: Calibration,
     samples: int,
     seed: int,
+    most: float | None = None,
 ) -> tuple[Calibration, list[str]]:
-    """The best values, and the texts of warnings."""
-    question = Question(held_out, objective, names, start, held_out.draws(samples, seed))
+    """The best values, and the texts of warnings; `most` is the most that may be given away for the sake of T_c."""
+    if most is None:
+        most = LITTLE if "softening" in names else _NEGLIGIBLE_NATS
+    question = Question(held_out, objective, names, start, held_out.draws(samples, seed), most)
     if "softening" not in names:
         return _Plain(question).answer()
     if held_out.typical_variance() <= 0:
@@ -217,11 +220,14 @@ def best_calibration(
 def calibration_near(
     held_out: HeldOut, names: tuple[str, ...], near: Calibration, samples: int, seed: int, *, slides: bool = True
 ) -> Calibration:
-    """As `best_calibration` by NLL, from a good start alone: for parts of data of which the whole was searched."""
+    """As `best_calibration` by NLL, from a good start alone, for parts of data of which the whole was searched.
+
+    Little is given away for the sake of T_c.
+    """
     if near.softening == 0:
         names = tuple(name for name in names if name != "softening")
     start = Calibration(1.0, 0.0)
-    question = Question(held_out, OBJECTIVES["nll"], names, start, held_out.draws(samples, seed))
+    question = Question(held_out, OBJECTIVES["nll"], names, start, held_out.draws(samples, seed), LITTLE)
     rest = tuple(name for name in names if name != "softening")
     plain = _Plain(replace(question, names=rest))
     lower, upper = plain.floor.clone(), plain.bounds[1]

@@ -1,0 +1,128 @@
+"""The search for T, T_c and the softening, against a fine grid and a generic optimiser."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from errbar._distributions.calibration import Calibration
+from errbar._distributions.sampling import SamplingRoot
+from errbar._operations.held_out import HeldOut
+from errbar._operations.search import (
+    ABOVE_TEMPERATURE_SCALING,
+    LITTLE,
+    NAMES,
+    OBJECTIVES,
+    TWO,
+    best_calibration,
+    calibration_near,
+    largest_covariance,
+    temperature_scaling,
+)
+
+
+def problem(count: int = 1500, *, softening: float = 0.0, temperature: float = 1.5, seed: int = 0) -> HeldOut:
+    """Inputs of varied variance, whose labels follow from T(x) alone: the truth has T_c = 0 and this softening."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = 4 * torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    mean -= mean.mean(1, keepdim=True)
+    size = torch.exp(torch.randn(count, 1, 1, generator=generator, dtype=torch.float64))
+    root = size * torch.randn(count, 4, 3, generator=generator, dtype=torch.float64) / 2
+    root -= root.mean(1, keepdim=True)
+    variance = root.square().sum((1, 2)) / 3
+    true = mean / (temperature * (1 + softening * variance).sqrt())[:, None]
+    labels = torch.multinomial(torch.softmax(true, 1), 1, generator=generator)[:, 0]
+    return HeldOut(mean, SamplingRoot(root), labels, variance)
+
+
+def nll(held_out: HeldOut, at: Calibration, samples: int = 200) -> float:
+    return held_out.nll(at, held_out.draws(samples, 0))
+
+
+@pytest.mark.parametrize("softening", [0.0, 0.5, 20.0])
+def test_three_values_are_as_good_as_a_fine_grid(softening: float) -> None:
+    held_out = problem(600, softening=softening)
+    found, _ = best_calibration(held_out, OBJECTIVES["nll"], NAMES, Calibration(), 200, 0)
+    grid = (
+        nll(held_out, Calibration(t, s, c))
+        for t in (0.3, 0.6, 1.0, 1.5, 2.0, 3.0)
+        for s in (1e-3, 1e-2, 0.1, 0.5, 2.0)
+        for c in (0.0, 0.1, 0.5, 2.0, 10.0, 50.0)
+    )
+    assert nll(held_out, found) <= min(grid) + 1e-4 + 1e-9
+
+
+def test_a_softening_that_made_the_labels_is_found() -> None:
+    held_out = problem(20_000, softening=2.0)
+    found, messages = best_calibration(
+        held_out, OBJECTIVES["nll"], ("temperature", "softening"), Calibration(1.0, 0.0), 1, 0
+    )
+    assert not messages
+    assert found.softening == pytest.approx(2.0, rel=0.25)
+    assert found.temperature == pytest.approx(1.5, rel=0.15)
+    assert found.covariance_scale == 0
+
+
+def test_a_softening_is_never_worse_than_none() -> None:
+    for seed in range(4):
+        held_out = problem(300, seed=seed)
+        two, _ = best_calibration(held_out, OBJECTIVES["nll"], TWO, Calibration(), 200, 0)
+        three, _ = best_calibration(held_out, OBJECTIVES["nll"], NAMES, Calibration(), 200, 0)
+        assert nll(held_out, three) <= nll(held_out, two) + 1e-4
+
+
+@pytest.mark.parametrize("objective", ["nll", "brier", "ece"])
+def test_every_objective_takes_three_values_and_is_not_worse_than_before(objective: str) -> None:
+    held_out = problem(400, softening=1.0)
+    start = Calibration(1.4, 0.1, 0.2)
+    found, _ = best_calibration(held_out, OBJECTIVES[objective], NAMES, start, 200, 0)
+    normal = held_out.draws(200, 0)
+    before, after = (OBJECTIVES[objective].value(held_out, at, normal) for at in (start, found))
+    assert after <= before + 1e-4
+
+
+@pytest.mark.parametrize("objective", ["nll", "brier"])
+def test_slopes_are_those_of_central_differences(objective: str) -> None:
+    held_out, at, step = problem(50, softening=1.0), (1.3, 0.4, 0.7), 1e-5
+    normal = held_out.draws(40, 0)
+    slopes = OBJECTIVES[objective].slopes
+    assert slopes is not None
+    _, gradient, _ = slopes(held_out, Calibration(*at), normal, NAMES)
+    for index in range(3):
+        up, down = (
+            OBJECTIVES[objective].value(
+                held_out, Calibration(*[v * math.exp(s * (i == index)) for i, v in enumerate(at)]), normal
+            )
+            for s in (step, -step)
+        )
+        assert float(gradient[index]) == pytest.approx((up - down) / (2 * step), rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("names", [TWO, NAMES])
+def test_near_the_whole_a_part_is_fitted_as_by_itself(names: tuple[str, ...]) -> None:
+    held_out = problem(1000, softening=2.0)
+    part = held_out.chosen(torch.arange(0, 1000, 2))
+    whole, _ = best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), 100, 0, LITTLE)
+    alone, _ = best_calibration(part, OBJECTIVES["nll"], names, Calibration(), 100, 0, LITTLE)
+    near = calibration_near(part, names, whole, 100, 0)
+    assert nll(part, near, 100) == pytest.approx(nll(part, alone, 100), abs=1e-3)
+
+
+def test_the_largest_covariance_costs_no_more_than_it_may() -> None:
+    held_out = problem(1000)
+    scaling = temperature_scaling(held_out, math.log(1e-2), math.log(1e2), 0.0)
+    found = largest_covariance(held_out, 200, 0)
+    assert 0 < found.covariance_scale <= 1
+    assert nll(held_out, found) <= scaling.nll + ABOVE_TEMPERATURE_SCALING + 1e-9
+    wider = Calibration(found.temperature, found.covariance_scale * 1.1)
+    assert nll(held_out, wider) > nll(held_out, found)
+
+
+def test_inputs_without_variance_leave_the_softening_zero() -> None:
+    held_out = problem(200)
+    flat = HeldOut(held_out.mean, SamplingRoot(0 * held_out.root.values), held_out.labels, 0 * held_out.variance)
+    found, messages = best_calibration(flat, OBJECTIVES["nll"], NAMES, Calibration(), 50, 0)
+    assert found.softening == 0
+    assert any("The softening stays 0" in message for message in messages)
