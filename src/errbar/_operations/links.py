@@ -97,7 +97,10 @@ def judged(
     tick()
     results = []
     for names in LINKS:
-        overall = {index: _whole(variants[index], names, seed, tick) for index in dict.fromkeys([best, *chosen])}
+        overall = {best: _whole(variants[best], names, seed, tick)}
+        for index in dict.fromkeys(chosen):
+            if index != best:
+                overall[index] = _near(variants[index], overall[best], names, seed)
         parts = []
         for index, rows in enumerate(folds):
             variant = chosen[index]

@@ -172,7 +172,9 @@ class Scaling:
     gentlest: float
 
 
-def temperature_scaling(held_out: HeldOut, low: float, high: float, slack: float, softening: float = 0.0) -> Scaling:
+def temperature_scaling(
+    held_out: HeldOut, low: float, high: float, slack: float, softening: float = 0.0, within: float = 1e-5
+) -> Scaling:
     """The NLL is convex in 1/T, so it falls and then rises with ln T: bisection by the sign of its slope, and then by
     its value. There is nothing to draw, so this costs less than one evaluation with draws."""
     one = held_out.draws(1, 0)
@@ -187,9 +189,9 @@ def temperature_scaling(held_out: HeldOut, low: float, high: float, slack: float
     def nll(log_temperature: float) -> float:
         return held_out.nll(at(log_temperature), one)
 
-    best = turning_point(lambda t: slope(t) >= 0, low, high)
+    best = turning_point(lambda t: slope(t) >= 0, low, high, within)
     least = nll(best)
-    gentlest = turning_point(lambda t: nll(t) > least + slack, best, high)
+    gentlest = turning_point(lambda t: nll(t) > least + slack, best, high, within)
     return Scaling(math.exp(best), least, math.exp(gentlest))
 
 
@@ -229,14 +231,14 @@ def calibration_near(
     start = Calibration(1.0, 0.0)
     question = Question(held_out, OBJECTIVES["nll"], names, start, held_out.draws(samples, seed), LITTLE)
     rest = tuple(name for name in names if name != "softening")
-    plain = _Plain(replace(question, names=rest))
+    plain = _Plain(replace(question, names=rest), within=1e-3)
     lower, upper = plain.floor.clone(), plain.bounds[1]
     if "softening" in names:
         lower, upper = _Softened(question).bounds(lower, plain)
     begin = question.point(near)
     if "covariance_scale" in names:
         lower[1] = min(float(lower[1]), float(begin[1]))
-    value, point = quasi_newton(question.slopes, begin.clamp(lower, upper), lower, upper)
+    value, point = quasi_newton(question.slopes, begin.clamp(lower, upper), lower, upper, enough=1e-4)
     if slides:
         _, point = _slide(question, (value, point), plain.scaling, lower, upper)
     return question.at(point)
@@ -268,6 +270,7 @@ class _Plain:
     along the ridge."""
 
     question: Question
+    within: float = 1e-5
 
     @property
     def slides(self) -> bool:
@@ -294,7 +297,7 @@ class _Plain:
         if "temperature" not in question.names:
             return Scaling(question.start.temperature, math.inf, question.start.temperature)
         return temperature_scaling(
-            question.held_out, float(lower[0]), float(upper[0]), self.limit / 2, question.start.softening
+            question.held_out, float(lower[0]), float(upper[0]), self.limit / 2, question.start.softening, self.within
         )
 
     @cached_property
