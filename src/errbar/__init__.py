@@ -14,6 +14,7 @@ from typing import Any as _Any
 from errbar.errors import (
     ArgumentError,
     CalibrationWarning,
+    CostNotice,
     CovarianceError,
     DamagedFileError,
     DataError,
@@ -59,6 +60,7 @@ __all__ = [
     "ArgumentError",
     "CalibrationWarning",
     "ConformalRule",
+    "CostNotice",
     "CovarianceError",
     "DamagedFileError",
     "DataError",

@@ -56,6 +56,7 @@ PUBLIC = {
     # errors and warnings
     "ArgumentError",
     "CalibrationWarning",
+    "CostNotice",
     "CovarianceError",
     "DamagedFileError",
     "DataError",
