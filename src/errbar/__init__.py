@@ -14,6 +14,7 @@ from typing import Any as _Any
 from errbar.errors import (
     ArgumentError,
     CalibrationWarning,
+    CostNotice,
     CovarianceError,
     DamagedFileError,
     DataError,
@@ -61,6 +62,7 @@ __all__ = [
     "Calibration",
     "CalibrationWarning",
     "ConformalRule",
+    "CostNotice",
     "CovarianceError",
     "DamagedFileError",
     "DataError",

@@ -99,8 +99,13 @@ class StructureNotice(UserWarning):
     """
 
 
+class CostNotice(UserWarning):
+    """What begins now takes long by the costs of `errbar.plan`; the sentence says what would be quicker."""
+
+
 class DataWarning(UserWarning):
-    """Part of the data is ignored that looks as if it mattered, such as a weight for each sample."""
+    """The data are not what they seem: a part that looks as if it mattered is ignored, such as a weight for each
+    sample; or many samples are equal where labels are drawn."""
 
 
 def how_to_install(extra: str) -> str:

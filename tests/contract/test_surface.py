@@ -57,6 +57,7 @@ PUBLIC = {
     # errors and warnings
     "ArgumentError",
     "CalibrationWarning",
+    "CostNotice",
     "CovarianceError",
     "DamagedFileError",
     "DataError",

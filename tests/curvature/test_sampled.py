@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,3 +197,42 @@ def test_files_and_sums_keep_draws_and_seed(tmp_path: object) -> None:
 def test_draws_are_whole_and_positive(draws: object) -> None:
     with pytest.raises(errbar.ArgumentError, match=r"draws is .*; expected a whole number of one or more"):
         fitted(network_called("mlp"), inputs(3), draws=draws)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_samples_that_repeat_are_told_of_once(structure: str, tmp_path: Path) -> None:
+    """Two of 100 are copies, in other batches and parts than the first."""
+    model, x = network_called("mlp"), inputs(100)
+    x[70], x[99] = x[3], x[3]
+    sentence = r"^2 of 100 samples repeat others \(2%\), and samples that are equal have equal draws"
+    for options in ({}, {"checkpoint": tmp_path / "it", "every": 1}):
+        with pytest.warns(errbar.DataWarning, match=sentence) as told:
+            errbar.collect(
+                model,
+                list(x.split(30)),
+                parameters="all",
+                fisher="sampled",
+                structure=structure,
+                **options,  # type: ignore[arg-type]
+            )
+        assert len(told) == 1
+
+
+def test_few_repeats_are_not_told_of_and_other_fishers_draw_nothing() -> None:
+    model, x = network_called("mlp"), inputs(100)
+    x[70] = x[3]
+    # A warning would be an error here.
+    information = errbar.collect(model, [x], parameters="all", fisher="sampled")
+    assert information.task.scores is not None
+    assert information.task.scores.repeats is None
+    errbar.collect(model, [x[:1].repeat(10, 1)], parameters="all")
+
+
+def test_repeats_are_counted_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("errbar._curvature.scores._COUNTED_SAMPLES", 60)
+    model, x = network_called("mlp"), inputs(90)
+    x[89] = x[88]
+    errbar.collect(model, list(x.split(30)), parameters="all", fisher="sampled")
+    x[59] = x[58]
+    with pytest.warns(errbar.DataWarning, match=r"^1 of 60 samples repeat others \(2%\)"):
+        errbar.collect(model, list(x.split(30)), parameters="all", fisher="sampled")

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,13 +57,127 @@ def tempered() -> nn.Module:
 # ------------------------------------------------------------------------------------------------------- what is listed
 
 
-def test_every_structure_is_listed_for_every_number_of_layers() -> None:
+def test_structures_are_listed_for_the_last_layers_all_vectors_and_all_parameters() -> None:
     plan = errbar.plan(perceptron(6, 5, 4, 3), torch.zeros(8, 6))
-    assert [(o.last_layers, o.structure) for o in plan.options] == [(r, s) for r in (1, 2, 3) for s in STRUCTURES]
-    assert [o.n_parameters for o in plan.options[::5]] == [15, 39, 74]
-    assert [o.exact for o in plan.options if o.last_layers == 3] == [True, False, False, False, False]
+    # `block` of a single layer is `dense`, so it is not listed.
+    single = [name for name in STRUCTURES if name != "block"]
+    asked: list[tuple[int | None, str | None]] = [(2, None), (None, "vectors"), (3, "all")]
+    expected = [(1, None, name) for name in single] + [(*names, s) for names in asked for s in STRUCTURES]
+    assert [(o.last_layers, o.parameters, o.structure) for o in plan.options] == expected
+    assert [o.n_parameters for o in plan.options if o.structure == "dense"] == [15, 39, 24, 74]
+    assert [o.exact for o in plan.options if o.parameters == "all"] == [True, False, False, False, False]
     assert all(o.fits for o in plan.options)
-    assert all(o.exact for o in plan.options if o.last_layers == 1 and o.structure == "block")
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ((4, 3), [(1, "all")]),
+        ((4, 4, 3), [(1, None), (None, "vectors"), (2, "all")]),
+        ((4,) * 5, [(1, None), (2, None), (None, "vectors"), (4, "all")]),
+        ((4,) * 12, [(1, None), (2, None), (4, None), (None, "vectors"), (11, "all")]),
+    ],
+    ids=["one layer", "two", "four", "eleven"],
+)
+def test_a_selection_with_two_names_is_listed_once(
+    widths: tuple[int, ...], expected: list[tuple[int | None, str | None]]
+) -> None:
+    plan = errbar.plan(perceptron(*widths), torch.zeros(8, 4))
+    assert list(dict.fromkeys((o.last_layers, o.parameters) for o in plan.options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_parameters"),
+    [
+        ({"last_layers": 3}, 15 + 24 + 35),
+        ({"last_layers": 2}, 15 + 24),
+        ({"parameters": "vectors"}, 15 + 4 + 5),
+        ({"parameters": "all"}, 74),
+        ({"parameters": ["0"]}, 35),
+        ({"parameters": ["0", "2.bias"]}, 39),
+    ],
+    ids=str,
+)
+def test_a_plan_is_about_what_is_asked(asked: dict[str, Any], n_parameters: int) -> None:
+    x = torch.zeros(8, 6)
+    model = perceptron(6, 5, 4, 3)
+    plan = errbar.plan(model, x, **asked)
+    assert {o.n_parameters for o in plan.options} == {n_parameters}
+    assert len(plan.options) in (4, 5)
+    assert errbar.collect(model, [x], **asked).n_parameters == n_parameters
+    best = plan.best_for(**asked)
+    assert best is not None
+    assert best == plan.best
+    (one,) = errbar.plan(model, x, **asked, structure="block").options
+    assert (one.structure, one.n_parameters) == ("block", n_parameters)
+
+
+def test_a_restricted_plan_has_the_same_bytes() -> None:
+    model, x = perceptron(6, 5, 4, 3), torch.zeros(8, 6)
+    whole = errbar.plan(model, x)
+    (part,) = errbar.plan(model, x, last_layers=2, structure="kron").options
+    (same,) = [o for o in whole.options if (o.last_layers, o.structure) == (2, "kron")]
+    for name in ("posterior_bytes", "fit_bytes", "predict_bytes", "n_parameters", "exact", "diagonal"):
+        assert getattr(part, name) == getattr(same, name)
+
+
+def test_a_plan_says_how_predictions_are_made() -> None:
+    """K draws pushed forward take 1.5 passes each, a class 2 (`_curvature.workload`); a last layer takes neither."""
+    model, x = perceptron(6, 8, 50), torch.zeros(4, 6)
+    few, many = errbar.plan(model, x, samples=10), errbar.plan(model, x, samples=1000)
+    assert {o.predicts_by for o in few.options if o.parameters == "all"} == {"draws"}
+    assert {o.predicts_by for o in many.options} == {"logits"}
+    # The rows of Jacobians of a sketch are a backward pass for each class, also those of a last layer.
+    last = {o.structure: o.predicts_by for o in few.options if o.last_layers == 1}
+    assert last == {"dense": "logits", "kron": "logits", "lowrank": "draws", "diag": "logits"}
+    assert "* predict pushes draws of the parameters forward" in str(few)
+    assert "*" not in str(many)
+
+
+class Counting(nn.Module):
+    """Counts the samples of its passes, the passes, and those backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = perceptron(6, 5, 4, 3)
+        self.samples: list[int] = []
+        self.backward: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.samples.append(len(x))
+        out: Tensor = self.inside(x)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.backward.append(1))
+        return out
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "eta", "sampled"])
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_a_plan_takes_less_than_five_passes_and_none_backward(size: int, fisher: str) -> None:
+    model = Counting()
+    # The replica that runs shares these lists only if they are not copied with it.
+    samples, backward = _Shared(), _Shared()
+    model.__dict__.update(samples=samples, backward=backward)
+    errbar.plan(model, torch.zeros(size, 6), fisher=fisher)
+    assert 0 < len(samples.values) <= 5
+    assert sum(samples.values) <= 5 * size
+    assert not backward.values
+
+
+class _Shared:
+    """A list that is no list, so that copies of the model share it."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+    def append(self, value: int) -> None:
+        self.values.append(value)
+
+
+def test_the_hook_of_that_test_sees_backward_passes() -> None:
+    model = Counting()
+    model(torch.zeros(2, 6)).sum().backward()
+    assert (model.samples, model.backward) == ([2], [1])
 
 
 def test_a_parameter_of_the_model_itself_is_taken_to_be_used_from_the_start() -> None:
@@ -106,12 +222,12 @@ def test_an_example_has_any_form_that_collect_takes(form: str) -> None:
     x = torch.zeros(7, 4)
     example = {"x": x, "pair": (x, torch.zeros(7)), "mapping": {"pixels": x, "labels": torch.zeros(7)}}[form]
     plan = errbar.plan(Named(), example)
-    assert (len(plan.options), plan.batch) == (5, 7)
+    assert (len(plan.options), plan.batch) == (4, 7)
 
 
 def test_what_fits_nowhere_is_planned_without_being_made() -> None:
     plan = errbar.plan(nn.Linear(4999, 2000), torch.zeros(2, 4999))  # 10 million parameters: dense is 728 TiB
-    dense, _, kron = plan.options[:3]
+    dense, kron = plan.options[:2]
     assert dense.posterior_bytes == 2 * 8 * 10_000_000**2
     assert not dense.fits
     assert kron.fits == (max(kron.fit_bytes, kron.predict_bytes) <= plan.memory)
@@ -134,11 +250,22 @@ def test_the_table_is_narrow_and_short_also_for_deep_networks() -> None:
     plan = errbar.plan(cifar_resnet(20), torch.zeros(4, 3, 32, 32), memory=2**30)
     lines = str(plan).splitlines()
     assert max(len(line) for line in lines) <= 100
-    assert len(lines) <= 23
-    assert "layers  structure" in lines[1]
-    assert {line.split()[0] for line in lines[2:-1]} == {"1", "2", "3", "39"}
+    assert len(lines) <= 27
+    assert lines[1].split()[:3] == ["layers", "parameters", "structure"]
+    assert [line.split()[0] for line in lines[2:-1] if line[0] != " "] == ["1", "2", "4", "vectors", "all"]
     assert sum(line.endswith("auto") for line in lines) == 1
     assert any(line.endswith("no") for line in lines)
+    # The same number of lines for a network of two hundred layers.
+    deep = str(errbar.plan(perceptron(*[3] * 201), torch.zeros(4, 3))).splitlines()
+    assert len(deep) <= 27
+    assert max(len(line) for line in deep) <= 100
+
+
+def test_the_table_of_long_names_is_narrow() -> None:
+    model = nn.Sequential(OrderedDict({"a_module_with_a_name_of_many_words": nn.Linear(4, 3)}))
+    lines = str(errbar.plan(model, torch.zeros(4, 4), parameters="a_module_with_a_name_of_many_words")).splitlines()
+    assert max(len(line) for line in lines) <= 100
+    assert lines[2].startswith("named ")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +277,10 @@ def test_the_table_is_narrow_and_short_also_for_deep_networks() -> None:
         ({"samples": 0}, r"samples is 0; expected"),
         ({"fisher": "gauss"}, r"fisher is 'gauss'; expected 'ggn'"),
         ({"precision": "half"}, r"precision is 'half'; expected None or 'float64'"),
+        ({"structure": "auto"}, r"structure is 'auto'; expected None or 'dense' or"),
+        ({"last_layers": 2}, r"last_layers is 2, but only 1 layers with parameters ran"),
+        ({"last_layers": 1, "parameters": "all"}, r"exactly one of last_layers= and parameters=, got both"),
+        ({"parameters": "head"}, r"No parameter is called 'head'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(given: dict[str, object], message: str) -> None:
@@ -159,8 +290,11 @@ def test_what_cannot_be_planned_is_refused(given: dict[str, object], message: st
 
 def test_layers_that_are_not_there_have_no_best() -> None:
     plan = errbar.plan(perceptron(4, 3, 2), torch.zeros(2, 4))
-    with pytest.raises(errbar.ArgumentError, match=r"last_layers is 3; expected 1 to 2, or None"):
+    sentence = r"last_layers is 3; the plan is about 1, vectors, all. Use errbar.plan\(..., last_layers=3\)"
+    with pytest.raises(errbar.ArgumentError, match=sentence):
         plan.best_for(3)
+    with pytest.raises(errbar.ArgumentError, match=r"parameters is \('0',\); the plan is about 1, vectors, all"):
+        plan.best_for(parameters=["0"])
 
 
 # -------------------------------------------------------------------------------- auto and refusals

@@ -272,6 +272,8 @@ def cost(work: Workload) -> Cost:
             sum(part.input_products for part in parts) - draw_products,
             _most(part.seeds for part in parts),
             exact=len(parts) == 1,
+            first_products=sum(part.first_products for part in parts),
+            draw_products=sum(part.draw_products for part in parts),
         )
     s, sizes = work.itemsize, [size for _, size in work.modules]
     squares = sum(size**2 for size in sizes)
@@ -288,6 +290,7 @@ def cost(work: Workload) -> Cost:
         work.classes * squares / 2 + explicit_products(work) + drawing_products(work, full=True),
         (float(work.classes), float(work.classes)),
         exact=len(sizes) == 1,
+        draw_products=squares / 2,
     )
 
 

@@ -625,7 +625,8 @@ def cost(work: Workload) -> Cost:
         predict_bytes = 3 * square + coefficients + max(repack_bytes, contraction + drawing_bytes(work, full=True))
         additions = ADDED_PRODUCTS * numbers / samples
         products: tuple[float, float] = (sum(c for *_, c in sum_pairs) + additions, sum(c for *_, c in packed_pairs))
-        once: float = n**3 / 3 + 2 * n**3 / 3 + 20.0 * n * n
+        first: float = 2 * n**3 / 3 + 10.0 * n * n
+        once: float = n**3 / 3 + 10.0 * n * n + first
         passes = float(work.classes if any(not term.returns_logits for term in work.terms) else 0)
     else:
         jacobian = jacobian_samples(work) * work.classes * n * s
@@ -635,8 +636,9 @@ def cost(work: Workload) -> Cost:
         additions = ADDED_PRODUCTS * n * n / jacobian_samples(work)
         products = (work.classes * n * n + additions, work.classes * n * n / 2)
         products = (products[0] + explicit_products(work), products[1] + explicit_products(work))
-        once = n**3 / 3 + 10.0 * n * n
+        first, once = 0.0, n**3 / 3 + 10.0 * n * n
         passes = float(work.classes)
     fit = max(collect_bytes, 2 * square)
     inputs = products[1] + drawing_products(work, full=True)
-    return Cost(2 * square, fit, predict_bytes, products[0], once, inputs, (passes, passes), exact=True)
+    costs = (2 * square, fit, predict_bytes, products[0], once, inputs, (passes, passes))
+    return Cost(*costs, exact=True, first_products=first, draw_products=n * n / 2)

@@ -480,4 +480,5 @@ def cost(work: Workload) -> Cost:
         inputs,
         (passes, passes),
         exact=False,
+        draw_products=float(sum(t.size * (t.width + t.outputs) for t in work.terms)),
     )

@@ -8,6 +8,7 @@ head, a tied one), and whether the last operation returns probabilities.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from errbar._base.speed import timed
 from errbar._curvature.fisher import Fisher
 from errbar._curvature.workload import LayerSize, Workload
 from errbar._derivative.full import RANDOM_IN_EVAL
@@ -41,6 +43,10 @@ _CHANGES_NOTHING = (nn.Identity, nn.Dropout, nn.Flatten)
 
 # Samples of the first graph, and of the largest.
 _FEW, _MOST = 2, 64
+# So few samples take as long as many on a GPU: their time says nothing about one.
+_FEW_ON_A_GPU = 8
+# On a GPU, a number that is read and written takes as long as so many multiplications of a product.
+_TOUCHED_PRODUCTS = 50
 # How much kernels for different batch sizes may differ, relative to the largest logit.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 _TENSOR_FLOAT = 4e-3
@@ -54,7 +60,8 @@ class Layout:
     last used. `events` are the calls of modules without children, or with parameters of their own. `layers` are the
     linear layers and convolutions whose parameters are theirs alone, with positions counted in the whole flat vector;
     `uses` how often each was used for one sample, and `calls` how often it was called. `norms` are the norm layers
-    whose parameters are theirs alone.
+    whose parameters are theirs alone. `seconds` are those of the pass that `events` are from, and `sample_seconds` the
+    least that one sample has taken in any pass, infinite where that is not known.
     """
 
     network: Network
@@ -67,6 +74,7 @@ class Layout:
     calls: dict[str, int]
     returning: frozenset[str]
     seconds: float
+    sample_seconds: float
 
     @property
     def n_layers(self) -> int:
@@ -82,6 +90,9 @@ class Layout:
     def last(self, count: int) -> Selection:
         return select(self.network, self.ran, last_layers=count, parameters=None)
 
+    def vectors(self) -> Selection:
+        return select(self.network, self.ran, last_layers=None, parameters="vectors")
+
     def everything(self) -> Selection:
         return select(self.network, self.ran, last_layers=None, parameters="all")
 
@@ -89,7 +100,8 @@ class Layout:
         """The same with the times of another pass: the first one through a network takes longer."""
         modules = {event.module for event in self.events}
         events = tuple(event for event in observation.events if event.module in modules)
-        return replace(self, events=events, seconds=observation.seconds)
+        each = observation.seconds / len(observation.logits)
+        return replace(self, events=events, seconds=observation.seconds, sample_seconds=min(each, self.sample_seconds))
 
     def tail(self, selection: Selection) -> Iterator[Event]:
         """The calls from the first selected module on: these are differentiated.
@@ -104,10 +116,14 @@ class Layout:
                 yield event
 
     def tail_share(self, selection: Selection) -> float:
-        """The share of the time of a pass that the tail takes."""
+        """The share of a pass that the tail takes: of its time, or on a GPU, which runs behind, of its work."""
         tail = list(self.tail(selection))
         if not tail or len(tail) == len(self.events):
             return 1.0
+        if self.network.device.type == "cuda":
+            widths = {layer.name: layer.width for layer in self.layers}
+            work = [event.outputs * (widths.get(event.module, 0) + _TOUCHED_PRODUCTS) for event in self.events]
+            return sum(work[len(self.events) - len(tail) :]) / max(1, sum(work))
         return 1 - self.events[len(self.events) - len(tail) - 1].seconds / max(self.seconds, 1e-9)
 
     def workload(
@@ -261,7 +277,7 @@ def inspect(network: Network, batch: Batch) -> Inspection:
     graphs = [Graph.of(network, batch.rows(0, _FEW))]
     ending = ending_of(graphs[0].logits.grad_fn)
     _require_logits(network, order, ending)
-    _require_separate_samples(network, batch, observation.logits)
+    sample_seconds = _require_separate_samples(network, batch, observation)
     ran = [Layer.of(network.module, name) for name, _ in layers_that_ran(network.module, order)]
     for part in _growing(batch):
         # Layers that only some samples reach, as experts do: until each has run, or the batch is over.
@@ -274,12 +290,12 @@ def inspect(network: Network, batch: Batch) -> Inspection:
     for graph in graphs:
         for name, place in graph.places(ran).items():
             places[name] = max(place, places.get(name, 0))
-    layout = _layout(network, observation, _in_order(network.module, ran, used_names, places))
+    layout = _layout(network, observation, _in_order(network.module, ran, used_names, places), sample_seconds)
     idle = tuple(layer.name for layer in ran if not used_names & set(layer.parameters))
     return Inspection(network, batch, layout, idle, ending, tuple(graphs))
 
 
-def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...]) -> Layout:
+def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...], sample_seconds: float) -> Layout:
     every = _every(network)
     leaves = {name for name, part in network.module.named_modules() if not any(part.children())}
     leaves |= {name for name, _, _ in own_parameters(network, every)}
@@ -302,6 +318,7 @@ def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...]) 
         dict(calls),
         frozenset(name for name in observation.returning if calls[name] == 1),
         observation.seconds,
+        sample_seconds,
     )
 
 
@@ -370,15 +387,19 @@ def _require_logits(network: Network, order: Sequence[str], ending: str) -> None
         )
 
 
-def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tensor, "B M"]) -> None:
+def _require_separate_samples(network: Network, batch: Batch, observation: Observation) -> float:
     """Refuse a model whose result for one input depends on the others: a batch is compared with its first half.
 
     Kernels differ with the size of a batch. So a difference beyond rounding must also appear in a batch of the same
     size with other samples in its second half.
+
+    The pass of the half is the second one through the network, so its time counts: returns the seconds of a sample.
     """
+    logits = observation.logits
     size, half = len(batch), len(batch) // 2
     if half == 0:
-        return
+        return math.inf
+    is_few = network.device.type == "cuda" and half < _FEW_ON_A_GPU
     kinds = [p.dtype for p in network.module.parameters() if p.is_floating_point()]
     rounding = max(_ROUNDING.get(kind, 4 * torch.finfo(kind).eps) for kind in [*kinds, logits.dtype])
     if network.device.type == "cuda" and rounding < _TENSOR_FLOAT and torch.float64 not in kinds:
@@ -388,8 +409,10 @@ def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tens
     def differs(other: Float[Tensor, "k M"]) -> bool:
         return bool(((other[:half] - reference).abs() > rounding * reference.abs().amax()).any())
 
-    if not differs(network.logits(batch.rows(0, half))):
-        return
+    halved, seconds = timed(lambda: network.logits(batch.rows(0, half)), network.device)
+    sample_seconds = math.inf if is_few else min(seconds / half, observation.seconds / size)
+    if not differs(halved):
+        return sample_seconds
     if differs(network.logits(batch)):
         raise ModelError(RANDOM_IN_EVAL)
 
@@ -405,6 +428,7 @@ def _require_separate_samples(network: Network, batch: Batch, logits: Float[Tens
             "so one input's result depends on the others. Expected a model that treats samples independently; replace "
             "what is computed over the batch (a mean, a batch norm in training mode) by fixed numbers."
         )
+    return sample_seconds
 
 
 def _listed(layers: Sequence[Layer]) -> str:

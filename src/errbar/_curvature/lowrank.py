@@ -524,4 +524,5 @@ def cost(work: Workload) -> Cost:
         predict_products,
         (float(columns), float(classes)),
         exact=False,
+        draw_products=2.0 * rank * n,
     )

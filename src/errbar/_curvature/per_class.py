@@ -251,4 +251,7 @@ def cost(work: Workload) -> Cost:
     product = float(rows * classes)
     once = classes * p**3 + 20.0 * rows * classes
     fit_bytes, inputs = max(collect_bytes, sums + factors), product + drawing_products(work, full=False)
-    return Cost(sums + factors, fit_bytes, predict_bytes, product, once, inputs, (0, 0), exact=True)
+    first = 2 * classes * p**3 / 3 + 10.0 * rows * classes
+    return Cost(
+        sums + factors, fit_bytes, predict_bytes, product, once, inputs, (0, 0), exact=True, first_products=first
+    )

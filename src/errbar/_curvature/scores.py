@@ -12,7 +12,8 @@ equal have equal draws.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -22,18 +23,54 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from errbar._base.checks import whole_number
 from errbar._base.counter import GAMMA, mixed, uniform
 from errbar._model.batch import Batch, leaves
-from errbar.errors import ArgumentError
+from errbar.errors import ArgumentError, DataWarning
 
 # Masks of sequences, by the names that models give them: what they leave out is padding.
 _MASKS = ("attention_mask",)
 
 
+# Of so many samples it is counted how many repeat: 32 MiB of keys.
+_COUNTED_SAMPLES = 2**22
+_NOTICEABLE_REPEATS = 0.01
+
+
+class Repeats:
+    """Counts samples that repeat, of those that one pass over the data draws labels for."""
+
+    def __init__(self) -> None:
+        self._keys: list[Int[Tensor, "B"]] = []
+        self._count = 0
+
+    def add(self, keys: Int[Tensor, "B"]) -> None:
+        if self._count < _COUNTED_SAMPLES:
+            self._keys.append(keys)
+            self._count += len(keys)
+
+    def tell(self) -> None:
+        """Warn if more than one in a hundred repeat; on the device until then, so that nothing waits for it."""
+        if not self._count:
+            return
+        repeated = self._count - len(torch.cat(self._keys).unique())
+        if repeated > _NOTICEABLE_REPEATS * self._count:
+            warnings.warn(
+                f"{repeated:,} of {self._count:,} samples repeat others ({repeated / self._count:.0%}), and samples "
+                "that are equal have equal draws, so these do not average out. With fisher='sampled', expected at most "
+                "1 % of them; use fisher='ggn', more draws=, or data in which the samples differ.",
+                DataWarning,
+                stacklevel=4,
+            )
+
+
 @dataclass(frozen=True)
 class ScoreDraws:
-    """`draws` scores of each sample, from labels that follow from `seed` and the sample."""
+    """`draws` scores of each sample, from labels that follow from `seed` and the sample.
+
+    `repeats` counts the samples that draw, where somebody wants to know.
+    """
 
     draws: int
     seed: int
+    repeats: Repeats | None = field(default=None, compare=False, repr=False)
 
     @property
     def count(self) -> int:
@@ -41,11 +78,18 @@ class ScoreDraws:
 
     def __call__(self, batch: Batch, logits: Float[Tensor, "B M"]) -> Float[Tensor, "k B M"]:
         """(e_y − f)/√k for each of k drawn labels: the sum of their outer products estimates Λ."""
-        labels = self.labels(sample_keys(batch), logits)
+        keys = sample_keys(batch)
+        if self.repeats is not None:
+            self.repeats.add(keys)
+        labels = self.labels(keys, logits)
         probability = torch.softmax(logits.double(), 1)
         scores = -probability.repeat(self.draws, 1, 1)
         scores.scatter_add_(2, labels.T[..., None], torch.ones_like(scores[..., :1]))
         return scores / math.sqrt(self.draws)
+
+    def counting(self, repeats: Repeats) -> ScoreDraws:
+        """The same draws, counted."""
+        return replace(self, repeats=repeats)
 
     def labels(self, keys: Int[Tensor, "B"], logits: Float[Tensor, "B M"]) -> Int[Tensor, "B k"]:
         """Labels drawn from softmax(g) by the inverse of its distribution function."""

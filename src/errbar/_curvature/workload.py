@@ -29,7 +29,7 @@ ADDED_PRODUCTS = 200
 # on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
 # A draw of the parameters that is pushed forward, and a backward pass for one class, in forward passes.
-_PUSH_PASSES, _BACKWARD_PASSES = 1.5, 2.0
+_PUSH_PASSES, BACKWARD_PASSES = 1.5, 2.0
 # Draws of the parameters, and what they become inside the network, take so many bytes at a time.
 PUSHED_BYTES = {"cpu": 2**28, "cuda": 2**33}
 # What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
@@ -124,7 +124,10 @@ class Workload:
 @dataclass(frozen=True)
 class Cost:
     """Bytes: held after the fit, peaks of fit and prediction (both with the posterior). Multiplications: of a sample
-    in the fit, once, of an input in a prediction. `seeds` are backward passes for a sample, and for an input."""
+    in the fit, once, of an input in a prediction. `seeds` are backward passes for a sample, and for an input.
+
+    `first_products` are the part of `once_products` that the first prediction takes, `draw_products` multiplications of
+    a draw of all parameters; `by_draws` says that predictions push such draws forward."""
 
     posterior_bytes: int
     fit_bytes: int
@@ -134,6 +137,9 @@ class Cost:
     input_products: float
     seeds: tuple[float, float]
     exact: bool
+    first_products: float = 0.0
+    draw_products: float = 0.0
+    by_draws: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -142,7 +148,7 @@ class Cost:
 
 def draws_are_quicker(classes: int, draws: int) -> bool:
     """Whether K draws of the parameters, pushed forward, take less time than a backward pass for each class."""
-    return _PUSH_PASSES * draws < _BACKWARD_PASSES * classes
+    return _PUSH_PASSES * draws < BACKWARD_PASSES * classes
 
 
 def by_device(values: dict[str, int] | dict[str, float], device: str) -> float:
@@ -155,8 +161,13 @@ def pushed(cost: Cost, work: Workload) -> Cost:
     return replace(
         cost,
         predict_bytes=int(cost.posterior_bytes + 4 * by_device(PUSHED_BYTES, work.device) + samples),
-        input_products=float(work.draws * work.classes),
-        seeds=(cost.seeds[0], work.draws * _PUSH_PASSES / _BACKWARD_PASSES),
+        # The same draws serve all inputs of a batch.
+        input_products=work.draws * (work.classes + cost.draw_products / work.batch),
+        seeds=(cost.seeds[0], work.draws * _PUSH_PASSES / BACKWARD_PASSES),
+        # Draws need no more than the factors.
+        once_products=cost.once_products - cost.first_products,
+        first_products=0.0,
+        by_draws=True,
     )
 
 

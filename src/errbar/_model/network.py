@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from errbar._base.checks import Checks, whole_number
+from errbar._base.speed import timed
 from errbar._model.batch import Batch, Kept
 from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, WeightsChangedError
 
@@ -144,7 +145,8 @@ class Network:
     # False for a network that was read from a file without its model.
     has_model = True
 
-    def __init__(self, model: nn.Module, output: Output = None) -> None:
+    def __init__(self, model: nn.Module, output: Output = None, *, marked: bool = True) -> None:
+        """With `marked` the weights are known again by their fingerprint, which takes a pass over all of them."""
         self.output = require_output(output)
         if isinstance(model, torch.export.ExportedProgram):
             raise ArgumentError(_EXPORTED)
@@ -153,13 +155,15 @@ class Network:
         self.model = model
         self.module = unwrap(model)
         self._require_usable()
-        self.fingerprint = fingerprint(self.module)
+        self.fingerprint = fingerprint(self.module) if marked else ""
         self.device = next(self.module.parameters()).device
         kinds = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.input_dtype = kinds.pop() if len(kinds) == 1 else None
         self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32
         self._seen = [(tensor, tensor._version, tensor.dtype) for _, tensor in _weights(self.module)]
         self._local = threading.local()
+        # Of which costs the user has been told: once is enough.
+        self.told: set[str] = set()
 
     def _require_usable(self) -> None:
         if isinstance(self.module, torch.jit.ScriptModule):
@@ -272,8 +276,7 @@ class Network:
             part.register_forward_hook(note(name))
         with _refused({id(part) for part in self.module.modules()}):
             start = time.perf_counter()
-            result = run(replica, batch)
-            seconds = time.perf_counter() - start
+            result, seconds = timed(lambda: run(replica, batch), self.device)
         logits = as_logits(result, size, self.output)
         returning = frozenset(name for name, output in last.items() if output() is logits)
         return Observation(logits, tuple(events), returning, seconds)

@@ -1,24 +1,24 @@
-"""`plan`: what each structure and each number of layers would cost, before anything large is allocated.
+"""`plan`: what each structure would cost for the last layers, for all vectors and for all parameters.
 
-Bytes are those of `_curvature.workload`. Seconds are multiplications over the speed of matrix products, which is tried
-out for a moment, plus forward and backward passes of the network as one of them takes for the example.
+Bytes are those of `_curvature.workload`, seconds those of `_planning.seconds`. Both follow from shapes and from the
+time of a forward pass: nothing is differentiated, and nothing large is allocated.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from errbar._base.checks import Checks, require_option, whole_number
 from errbar._base.execution import plain_execution
 from errbar._base.memory import readable, usable_bytes
-from errbar._curvature.fisher import require_fisher
-from errbar._curvature.layout import Layout, inspect
+from errbar._base.speed import MachineSpeed, timed
+from errbar._curvature.fisher import Fisher, require_fisher
+from errbar._curvature.layout import Inspection, Layout, inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.scores import require_draws
@@ -28,27 +28,27 @@ from errbar._curvature.workload import Cost, Workload
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
-from errbar._model.selection import Selection, listed_modules
+from errbar._model.selection import Selection, listed_modules, require_one_question
+from errbar._planning.seconds import Seconds, duration
 from errbar.errors import ArgumentError
 
-# Samples of the example that are run, and how long the speed of a product is measured.
-_FEW = 16
-_PROBE_SECONDS = 0.04
-_PROBE_SIZE = {"cpu": 320, "cuda": 4096}
-_QUICK, _MORE = 1e-3, 256
-# Rows of the printed table.
-_ROWS_SHOWN = 20
+# Characters of the table's first column.
+_LABEL = 7
+# The numbers of last layers that are planned unless others are asked for.
+_LAST_LAYERS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A structure of the posterior over the last layers, and what it costs.
+    """A structure of the posterior over some parameters, and what it costs.
 
-    `last_layers` is None for all parameters. Bytes are above what is held before the fit, without the model and the
-    data: `posterior_bytes` after the fit, `fit_bytes` and `predict_bytes` the peaks, with the posterior. `seconds_once`
-    are the factorisation, and what the first prediction makes of it. `fits` says whether both peaks are within the
-    memory that the plan was made for. `diagonal` names the modules that `kron` cannot take apart and takes as `diag`
-    does; norm layers are not among them.
+    `last_layers` and `parameters` say which, as `fit` takes them; where a selection has both names, as all the layers
+    of a network do, both are given. Bytes are above what is held before the fit, without the model and the data:
+    `posterior_bytes` after the fit, `fit_bytes` and `predict_bytes` the peaks, with the posterior. `seconds_once` are
+    the factorisation and what the first prediction makes of it, and `first_prediction_seconds` the latter alone.
+    `fits` says whether both peaks are within the memory that the plan was made for. `diagonal` names the modules that
+    `kron` cannot take apart and takes as `diag` does; norm layers are not among them. `predicts_by` is "logits" where
+    `predict` draws from N(ĝ, P^g), and "draws" where draws of the parameters are pushed forward.
     """
 
     structure: str
@@ -63,6 +63,16 @@ class Option:
     exact: bool
     fits: bool
     diagonal: tuple[str, ...] = ()
+    parameters: str | tuple[str, ...] | None = None
+    first_prediction_seconds: float = 0.0
+    predicts_by: str = "logits"
+
+    @property
+    def selected(self) -> str:
+        """The parameters in a word or two."""
+        if self.parameters == "all" or self.last_layers is None:
+            return _name_of(self.parameters)
+        return str(self.last_layers)
 
 
 @dataclass(frozen=True)
@@ -76,22 +86,38 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """What `structure="auto"` would choose for all parameters; None if nothing fits."""
-        return self.best_for(None)
+        """What `structure="auto"` would choose for all parameters, or for those that the plan is about; None if nothing
+        fits."""
+        most = max(option.n_parameters for option in self.options)
+        return _best([option for option in self.options if option.n_parameters == most])
 
-    def best_for(self, last_layers: int | None) -> Option | None:
-        """What `structure="auto"` would choose for the last r layers, or with None for all parameters."""
-        counts = {option.last_layers for option in self.options}
-        if last_layers is None and None not in counts:
-            last_layers = max(count for count in counts if count is not None)
-        if last_layers not in counts:
-            most = max(count for count in counts if count is not None)
-            raise ArgumentError(f"last_layers is {last_layers!r}; expected 1 to {most}, or None for all parameters.")
-        own = [option for option in self.options if option.last_layers == last_layers and option.fits]
-        return min(own, key=lambda option: structure_names().index(option.structure), default=None)
+    def best_for(
+        self, last_layers: int | None = None, *, parameters: str | Sequence[str] | None = None
+    ) -> Option | None:
+        """What `structure="auto"` would choose for the last r layers, for `parameters`, or else for all of them."""
+        if last_layers is None and parameters is None:
+            return self.best
+        names = parameters if parameters is None or isinstance(parameters, str) else tuple(parameters)
+        own = [
+            option
+            for option in self.options
+            if (names is not None and option.parameters == names)
+            or (last_layers is not None and option.last_layers == last_layers)
+        ]
+        if not own:
+            asked = f"last_layers is {last_layers!r}" if names is None else f"parameters is {names!r}"
+            argument = f"last_layers={last_layers!r}" if names is None else f"parameters={names!r}"
+            planned = list(dict.fromkeys(option.selected for option in self.options))
+            raise ArgumentError(f"{asked}; the plan is about {', '.join(planned)}. Use errbar.plan(..., {argument}).")
+        return _best(own)
 
     def __str__(self) -> str:
         return _table(self)
+
+
+def _best(options: Sequence[Option]) -> Option | None:
+    names = structure_names()
+    return min((o for o in options if o.fits), key=lambda option: names.index(option.structure), default=None)
 
 
 def plan(
@@ -99,6 +125,9 @@ def plan(
     example: Any,
     memory: int | None = None,
     *,
+    last_layers: int | None = None,
+    parameters: str | Sequence[str] | None = None,
+    structure: str | None = None,
     fisher: str = "ggn",
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
@@ -107,14 +136,18 @@ def plan(
     unpack: Unpack | None = None,
     output: Output = None,
 ) -> Plan:
-    """What each structure would cost for the last r = 1, 2, … layers and for all parameters.
+    """What each structure would cost for the last 1, 2 and 4 layers, for all vectors, and for all parameters.
 
-    A few samples pass through the network, and matrix products run for a fraction of a second; nothing large is made.
+    It takes the time of less than five forward passes of the example, and no backward pass; nothing large is made. Of
+    exact structures with the same result the first is listed.
 
     Args:
         model: a classifier that returns logits; never modified.
         example: one batch as `collect` takes them; the fit, and predictions, are planned for batches of its size.
         memory: bytes that a fit may take; by default nine tenths of what is available.
+        last_layers: plan for these parameters alone; as in `collect`.
+        parameters: plan for these parameters alone; as in `collect`.
+        structure: plan for this structure alone.
         fisher: as in `collect`.
         rank: as in `collect`.
         precision: as in `collect`.
@@ -125,226 +158,190 @@ def plan(
     """
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
+    require_option("structure", structure, (None, *structure_names()))
+    if last_layers is not None or parameters is not None:
+        require_one_question(last_layers, parameters)
     samples, directions, scores = require_samples(samples), whole_number(rank), require_draws(draws)
     if directions is None or directions < 1:
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
-    network = Network(model, output)
+    network = Network(model, output, marked=False)
     limit = usable_bytes(network.device) if memory is None else whole_number(memory)
     if limit is None or limit < 1:
         raise ArgumentError(f"memory is {memory!r}; expected a whole number of bytes, 1 or more.")
     with plain_execution(network.device):
         batch = network.prepare(to_batch(example, unpack), Checks(network.device))
-        few = batch.rows(0, _FEW)
-        inspection = inspect(network, few)  # this call refuses unsupported models
+        inspection = inspect(network, batch)  # this call refuses unsupported models
         inspection.require_gauge(kind)
-        layout = inspection.layout.timed(network.observed(few))
+        layout = _timed(inspection.layout, batch)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
-        speed = _Speed.of(network, batch, dtype)
-    options = []
-    for last_layers, selection in _selections(layout):
-        sizes: dict[str, Any] = {"batch": len(batch), "fisher": kind, "dtype": dtype, "rank": directions}
-        work = layout.workload(selection, **sizes, draws=samples, scores=scores if kind == "sampled" else 0)
-        share = layout.tail_share(selection)
-        alone = tuple(layout.alone(selection).matrices())
-        options += [_option(name, last_layers, work, share, speed, limit, alone) for name in structure_names()]
+        speed = MachineSpeed.of(network.device, dtype)
+    request = _Request(structure, kind, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
+    options = [
+        option
+        for question in _questions(inspection, last_layers, parameters)
+        for option in request.options(question, layout, len(batch), speed)
+    ]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
-def _selections(layout: Layout) -> list[tuple[int | None, Selection]]:
-    """The last 1, 2, … layers, and all parameters; the latter as None, also where the last r are all."""
-    every = layout.everything()
-    selections: list[tuple[int | None, Selection]] = [(r, layout.last(r)) for r in range(1, layout.n_layers + 1)]
-    return [*selections, (None, every)] if not selections or selections[-1][1] != every else selections
-
-
-def _option(
-    structure: str,
-    last_layers: int | None,
-    work: Workload,
-    share: float,
-    speed: _Speed,
-    limit: int,
-    alone: tuple[str, ...],
-) -> Option:
-    cost = planned_cost(structure_called(structure), work)
-    fit, once, predict = speed.seconds(cost, work, share)
-    return Option(
-        structure=structure,
-        last_layers=last_layers,
-        n_parameters=work.n,
-        posterior_bytes=cost.posterior_bytes,
-        fit_bytes=cost.fit_bytes,
-        predict_bytes=cost.predict_bytes,
-        fit_seconds_per_sample=fit,
-        seconds_once=once,
-        predict_seconds_per_input=predict,
-        exact=cost.exact,
-        fits=cost.peak_bytes <= limit,
-        diagonal=alone if structure == "kron" else (),
-    )
+def _timed(layout: Layout, batch: Batch) -> Layout:
+    """The layout with the time of passes of the whole batch, now that the network is warm."""
+    network = layout.network
+    _, seconds = timed(lambda: network.logits(batch), network.device)
+    each = min(layout.sample_seconds, seconds / len(batch))
+    # Where a device runs behind, the ends of calls have no time.
+    warm = layout if network.device.type == "cuda" else layout.timed(network.observed(batch))
+    return replace(warm, sample_seconds=min(each, warm.sample_seconds))
 
 
 @dataclass(frozen=True)
-class _Speed:
-    """Seconds of a multiplication in the dtype of products and in float64, of a draw of one class, and of passes of one
-    sample forward and backward."""
+class _Question:
+    """Parameters, and the names by which `fit` knows them."""
 
-    product: float
-    double: float
-    draw: float
-    forward: float
-    backward: float
-
-    @staticmethod
-    def of(network: Network, batch: Batch, dtype: torch.dtype) -> _Speed:
-        few = batch.rows(0, _FEW)
-        # A pass of a small network is so quick that more samples hardly take longer.
-        if _least_seconds(lambda: network.logits(few), network.device) < _QUICK:
-            few = batch.rows(0, _MORE)
-        forward, backward = _passes(network, few)
-        double = _product_seconds(torch.float64, network.device)
-        product = double if dtype == torch.float64 else _product_seconds(dtype, network.device)
-        return _Speed(product, double, _draw_seconds(network), forward / len(few), backward / len(few))
-
-    def seconds(self, cost: Cost, work: Workload, share: float) -> tuple[float, float, float]:
-        """Of the fit for a sample, once, and of a prediction for an input; `share` of the network is differentiated."""
-        passes = [self.forward + seeds * share * self.backward for seeds in cost.seeds]
-        draws = work.draws * work.classes * self.draw
-        fit = passes[0] + cost.sample_products * self.product
-        predict = passes[1] + cost.input_products * self.product + draws
-        return fit, cost.once_products * self.double, predict
+    selection: Selection
+    last_layers: int | None
+    parameters: str | tuple[str, ...] | None
 
 
-def _passes(network: Network, few: Batch) -> tuple[float, float]:
-    """Seconds of one pass forward, and of one backward to all parameters."""
-    forward = _least_seconds(lambda: network.logits(few), network.device)
-    parameters = {name: value for name, value in network.module.named_parameters() if value.is_floating_point()}
-    values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-    with torch.enable_grad():
-        logits = network.logits(few, values)
-        if not logits.requires_grad:
-            return forward, forward
-
-        def back() -> Any:
-            return torch.autograd.grad(logits.sum(), list(values.values()), retain_graph=True, allow_unused=True)
-
-        return forward, _least_seconds(back, network.device)
-
-
-def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    size = _PROBE_SIZE.get(device.type, 320)
-    first = torch.ones(size, size, dtype=dtype, device=device)
-    return _least_seconds(lambda: first @ first, device) / size**3
-
-
-def _draw_seconds(network: Network) -> float:
-    """Seconds of a softmax for one draw of one class, as `GaussianSampler` takes it."""
-    numbers: Tensor = torch.zeros(8, 32, 1024, dtype=network.dtype, device=network.device)
-
-    def softmax() -> Tensor:
-        exponents = numbers + 1.0
-        exponents -= exponents.amax(1, keepdim=True)
-        exponents.exp_()
-        return exponents.sum(1).reciprocal_()
-
-    return _least_seconds(softmax, network.device) / numbers.numel()
+def _questions(
+    inspection: Inspection, last_layers: int | None, parameters: str | Sequence[str] | None
+) -> list[_Question]:
+    """What is asked for; or the last 1, 2 and 4 layers, all vectors and all parameters, each selection once."""
+    layout = inspection.layout
+    if last_layers is not None or parameters is not None:
+        selection = inspection.selected(last_layers=last_layers, parameters=parameters)
+        names = parameters if parameters is None or isinstance(parameters, str) else tuple(parameters)
+        return [_Question(selection, last_layers, names)]
+    every = layout.everything()
+    counts = [count for count in _LAST_LAYERS if count < layout.n_layers]
+    if layout.n_layers:
+        counts.append(layout.n_layers)
+    found = {layout.last(count): count for count in counts if count in _LAST_LAYERS or layout.last(count) == every}
+    questions: dict[Selection, tuple[int | None, str | None]] = {key: (count, None) for key, count in found.items()}
+    if layout.n_layers:
+        vectors = layout.vectors()
+        questions[vectors] = (found.get(vectors), "vectors")
+    questions.pop(every, None)
+    questions[every] = (found.get(every), "all")
+    return [_Question(selection, count, name) for selection, (count, name) in questions.items()]
 
 
-def _least_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call: the least of several, since other processes only make it longer; the first warms up."""
+@dataclass(frozen=True)
+class _Request:
+    """What is planned, apart from the parameters: a structure or None for each, and the sizes of a fit."""
 
-    def finished() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+    structure: str | None
+    fisher: Fisher
+    dtype: torch.dtype
+    rank: int
+    samples: int
+    scores: int
+    limit: int
 
-    begin, least = finished(), float("inf")
-    for count in range(100):
-        start = finished()
-        run()
-        end = finished()
-        least = min(least, end - start)
-        if count and end - begin > _PROBE_SECONDS:
-            break
-    return least
+    def options(self, question: _Question, layout: Layout, size: int, speed: MachineSpeed) -> list[Option]:
+        work = layout.workload(
+            question.selection,
+            batch=size,
+            fisher=self.fisher,
+            dtype=self.dtype,
+            rank=self.rank,
+            draws=self.samples,
+            scores=self.scores,
+        )
+        share, alone = layout.tail_share(question.selection), tuple(layout.alone(question.selection).matrices())
+        options: list[Option] = []
+        for name in structure_names() if self.structure is None else (self.structure,):
+            cost = planned_cost(structure_called(name), work)
+            if not (cost.exact and any(option.exact for option in options)):
+                seconds = Seconds.of(cost, work, share, layout.sample_seconds, speed)
+                options.append(self._option(name, question, work, cost, seconds, alone if name == "kron" else ()))
+        return options
+
+    def _option(
+        self, name: str, question: _Question, work: Workload, cost: Cost, seconds: Seconds, alone: tuple[str, ...]
+    ) -> Option:
+        return Option(
+            structure=name,
+            last_layers=question.last_layers,
+            n_parameters=work.n,
+            posterior_bytes=cost.posterior_bytes,
+            fit_bytes=cost.fit_bytes,
+            predict_bytes=cost.predict_bytes,
+            fit_seconds_per_sample=seconds.sample,
+            seconds_once=seconds.factorise + seconds.first,
+            predict_seconds_per_input=seconds.input,
+            exact=cost.exact,
+            fits=cost.peak_bytes <= self.limit,
+            diagonal=alone,
+            parameters=question.parameters,
+            first_prediction_seconds=seconds.first,
+            predicts_by="draws" if cost.by_draws else "logits",
+        )
+
+
+def _name_of(parameters: str | tuple[str, ...] | None) -> str:
+    names = (parameters,) if isinstance(parameters, str) else parameters or ()
+    return names[0] if len(names) == 1 and len(names[0]) <= _LABEL else "named"
 
 
 # --------------------------------------------------------------------------------------------------------- the table
 
 
 def _table(plan: Plan) -> str:
-    """At most about twenty rows: of deep networks the last 1, 2, 3, 5, 8, … layers, and all."""
-    counts = list(dict.fromkeys(option.last_layers for option in plan.options))
-    visible = _thinned(counts, _ROWS_SHOWN // len(structure_names()))
-    headers = ("layers", "structure", "parameters", "posterior", "fit", "predict", "a sample", "once", "an input")
+    """A group of rows for each selection, separated by lines; at most 100 columns."""
+    headers = ("layers", "parameters", "structure", "held", "fit", "predict", "a sample", "once", "an input", "")
     rows: list[tuple[str, ...]] = [headers]
-    notes = [""]
     best = plan.best
+    previous = None
     for option in plan.options:
-        if option.last_layers in visible:
-            rows.append(
-                (
-                    "all" if option.last_layers is None else str(option.last_layers),
-                    option.structure + ("" if option.exact else " ~"),
-                    f"{option.n_parameters:,}",
-                    *(_size(size) for size in (option.posterior_bytes, option.fit_bytes, option.predict_bytes)),
-                    _duration(option.fit_seconds_per_sample),
-                    _duration(option.seconds_once),
-                    _duration(option.predict_seconds_per_input),
-                )
+        is_new = option.selected != previous
+        previous = option.selected
+        rows.append(
+            (
+                option.selected if is_new else "",
+                f"{option.n_parameters:,}" if is_new else "",
+                option.structure + ("" if option.exact else " ~"),
+                *(_size(size) for size in (option.posterior_bytes, option.fit_bytes, option.predict_bytes)),
+                duration(option.fit_seconds_per_sample),
+                duration(option.seconds_once),
+                duration(option.predict_seconds_per_input) + ("*" if option.predicts_by == "draws" else " "),
+                "auto" if option == best else "" if option.fits else "no",
             )
-            notes.append("" if option.fits else "no")
-            if option == best:
-                notes[-1] = "auto"
-    widths = [max(len(row[i]) for row in rows) for i in range(len(headers))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 1 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(headers))]
+    left = {0, 2, 9}
+    table = [
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]
-    first = (
-        f"{readable(plan.memory)} on {plan.device}, batches of {plan.batch:,}; bytes held, and at the peaks; seconds"
-    )
-    last = "~ not exact; no: does not fit; auto: what structure='auto' takes for all parameters"
+    return "\n".join([*_heading(plan), *table, *_legend(plan)])
+
+
+def _heading(plan: Plan) -> list[str]:
+    return [f"{readable(plan.memory)} on {plan.device}, batches of {plan.batch:,}; bytes held, and at peaks; seconds"]
+
+
+def _legend(plan: Plan) -> list[str]:
+    whole = "all parameters" if any(option.parameters == "all" for option in plan.options) else "these parameters"
+    lines = [f"~ not exact; no: does not fit; auto: what structure='auto' takes for {whole}"]
+    if any(option.predicts_by == "draws" for option in plan.options):
+        lines.append("* predict pushes draws of the parameters forward: their number, samples=, decides")
     diagonal = max((option.diagonal for option in plan.options), key=len)
-    remarks = [f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart"] if diagonal else []
-    table = (f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
-    return "\n".join([first, *table, last, *remarks])
-
-
-def _thinned(counts: list[int | None], most: int) -> list[int | None]:
-    """All counts if they are few, else 1, 2, 3, 5, 8, … and the last: as many as fit."""
-    if len(counts) <= most:
-        return counts
-    sparse: list[int | None] = []
-    first, second = 1, 2
-    while first in counts[:-1] and len(sparse) < most - 1:
-        sparse.append(first)
-        first, second = second, first + second
-    return [*sparse, counts[-1]]
+    if diagonal:
+        lines.append(f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart")
+    return lines
 
 
 def _size(size: float) -> str:
     """Bytes in few characters.
 
-    >>> _size(158_420_000), _size(1_164_000_000_000)
-    ('151 MiB', '1.06 TiB')
+    >>> _size(158_420_000), _size(1_049_000_000), _size(1_164_000_000_000)
+    ('151 MiB', '0.98 GiB', '1.06 TiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 999.5:
-            return f"{size:.3g} {unit}"
+            return f"{size:.3g} {unit}" if size >= 1 or not size else f"{size:.2f} {unit}"
         size /= 1024
-    return f"{size:,.3g} TiB"
-
-
-def _duration(seconds: float) -> str:
-    """Seconds in few characters.
-
-    >>> _duration(270_000), _duration(0.00785)
-    ('75 h', '7.85 ms')
-    """
-    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds / 1e-9:.0f} ns"
+    return f"{size:,.0f} PiB"

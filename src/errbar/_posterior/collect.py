@@ -24,16 +24,17 @@ from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called, structure_names
-from errbar._curvature.scores import ScoreDraws, require_draws
+from errbar._curvature.scores import Repeats, ScoreDraws, require_draws
 from errbar._curvature.structure import Rows
 from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, kept_unpack
+from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._model.selection import require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
+from errbar._planning.notice import tell_of_fit
 from errbar._posterior.information import Information
 from errbar.errors import DataError
 
@@ -196,6 +197,8 @@ def _collect_alone(request: Request, data: Any, *, progress: bool) -> Informatio
     if first is None:
         raise DataError("The data are empty: expected at least one batch.")
     task = request.routed(*request.task(network, first, len(first)))
+    count = count_batches(data)
+    tell_of_fit(task, request.rank, None if count is None else count * len(first))
     whole = chain([first], stream)
     return accumulate(task, whole) if file is None else _accumulate_in_parts(task, whole, file, request.every)
 
@@ -208,10 +211,12 @@ def _accumulate_in_parts(
 
     counted_stream = CountedStream(stream)
     total = resume(path, task, counted_stream)
+    repeats = Repeats()
     while not counted_stream.at_end:
-        part = accumulate(task, counted_stream.part(every))
+        part = accumulate(task, counted_stream.part(every), repeats=repeats)
         total = part if total is None else total + part
         store(path, total, counted_stream)
+    repeats.tell()
     return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
 
 
@@ -226,6 +231,9 @@ def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) ->
     structure = max(team.exchange(task.structure), key=structure_names().index)
     complete_task = team.together(lambda: request.routed(replace(task, structure=structure), batch))
     team.require_same(complete_task.facts())
+    if team.leads:
+        count = count_batches(data)
+        tell_of_fit(complete_task, request.rank, None if count is None else count * example.size // team.size)
     whole = stream if first is None else chain([first], stream)
     if file is None:
         return accumulate_over(team, complete_task, whole)
@@ -261,24 +269,33 @@ def accumulate(
     rows: Rows | None = None,
     *,
     may_be_empty: bool = False,
+    repeats: Repeats | None = None,
 ) -> Information:
-    """The information of a stream of batches; with `rows`, the rows U_nᵀ of all samples are appended there."""
-    one = _Pass(task, rows)
+    """The information of a stream of batches; with `rows`, the rows U_nᵀ of all samples are appended there.
+
+    Where labels are drawn, samples that repeat are counted: with `repeats` there, otherwise with a warning at the end.
+    """
+    own_repeats = Repeats() if repeats is None else repeats
+    one = _Pass(task, own_repeats, rows)
     for batch in stream:
         one.add(batch)
-    return one.finish(may_be_empty=may_be_empty)
+    information = one.finish(may_be_empty=may_be_empty)
+    if repeats is None:
+        own_repeats.tell()
+    return information
 
 
 class _Pass:
     """One pass over the data for one task, batch by batch."""
 
-    def __init__(self, task: Task, rows: Rows | None = None) -> None:
+    def __init__(self, task: Task, repeats: Repeats, rows: Rows | None = None) -> None:
         structure, network = structure_called(task.structure), task.network
         require_fits(task, structure)
         self.task, self.checks, self.count = task, Checks(network.device), 0
         self.likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
+        scores = None if task.scores is None else task.scores.counting(repeats)
         with plain_execution(network.device):
-            self.accumulator = structure.accumulator(task, rows)
+            self.accumulator = structure.accumulator(replace(task, scores=scores), rows)
 
     def add(self, batch: Batch) -> None:
         network, checks = self.task.network, self.checks
@@ -316,7 +333,7 @@ def collect_several(
     for index, request in enumerate(requests):
         begin = time.perf_counter()
         _, network = request.checked()
-        passes.append(_Pass(request.routed(*request.task(network, first, len(first)))))
+        passes.append(_Pass(request.routed(*request.task(network, first, len(first))), Repeats()))
         seconds[index] += time.perf_counter() - begin
     for batch in chain([first], stream):
         for index, one in enumerate(passes):

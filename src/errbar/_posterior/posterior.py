@@ -35,6 +35,7 @@ from errbar._distributions.sampling import (
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.network import Network, Output, require_finite_logits
+from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
 from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
 from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
@@ -106,6 +107,7 @@ class Posterior:
             return LogitGaussian.concatenated([self.unrounded_logits(batch, top=top) for batch in stream])
         with plain_execution(task.network.device):
             checks, batch = self._prepared(x, unpack)
+            tell_of_prediction(task, len(batch) if top is None else 0, None)
             parts = list(self._checked(batch, checks, top))
             checks.finish()
         return LogitGaussian.concatenated(parts)
@@ -157,6 +159,7 @@ class Posterior:
         with plain_execution(task.network.device):
             for part in batches:
                 checks, batch = self._prepared(part, unpack)
+                tell_of_prediction(task, len(batch), samples)
                 mean = task.network.logits(batch).to(task.network.dtype)
                 require_finite_logits(mean, checks)
                 checks.finish()
@@ -427,6 +430,7 @@ def condition(information: Information, prior: Prior, *, model: nn.Module | None
         )
     task = information.task
     precision = prior.diagonal(task.selection).to(task.network.device)
+    tell_of_factorisation(task)
     factor = information.total.condition(precision, jitter_limit(task.dtype))
     if factor.jitter > 0:
         warnings.warn(

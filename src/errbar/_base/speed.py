@@ -1,0 +1,81 @@
+"""How fast this machine is: the time of a call, and of the operations that costs are counted in.
+
+Nothing here is a number of some machine: products and passes over memory are tried out for a moment, once in a process
+for each device and dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+# The side of the matrices that are multiplied: large enough for full speed, and a matter of milliseconds.
+_SIDE = {"cpu": 320, "cuda": 2048}
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """Seconds of a multiplication in a matrix product, of one in float64, and of a Monte Carlo draw of one class."""
+
+    product: float
+    double: float
+    draw: float
+
+    @staticmethod
+    def of(device: torch.device, dtype: torch.dtype) -> MachineSpeed:
+        """Tried out when it is first asked for, with as many threads as there are now."""
+        return _tried_out(str(device), dtype, torch.get_num_threads())
+
+
+def timed(run: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """What a call returns, and its seconds until the device has finished it."""
+    start = _now(device)
+    result = run()
+    return result, _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@functools.lru_cache(maxsize=64)
+def _tried_out(device_name: str, dtype: torch.dtype, threads: int) -> MachineSpeed:
+    device = torch.device(device_name)
+    double = _product_seconds(torch.float64, device)
+    product = double if dtype == torch.float64 else _product_seconds(dtype, device)
+    return MachineSpeed(product, double, _draw_seconds(dtype, device))
+
+
+def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    side = _SIDE.get(device.type, _SIDE["cpu"])
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    return _least_seconds(lambda: matrix @ matrix, device) / side**3
+
+
+def _draw_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds of a softmax for one draw of one class, as `GaussianSampler` takes it."""
+    numbers = torch.zeros(4, 32, 1024, dtype=dtype, device=device)
+
+    def softmax() -> Tensor:
+        exponents = numbers + 1.0
+        exponents -= exponents.amax(1, keepdim=True)
+        exponents.exp_()
+        return exponents.sum(1).reciprocal_()
+
+    return _least_seconds(softmax, device) / numbers.numel()
+
+
+def _least_seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+    """The least of several, since other processes only make it longer, and the first one warms up."""
+    return min(timed(run, device)[1] for _ in range(_TRIES))

@@ -1,0 +1,42 @@
+"""Seconds of a fit and of predictions, from the time of a forward pass and the speed of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from errbar._base.speed import MachineSpeed
+from errbar._curvature.workload import BACKWARD_PASSES, Cost, Workload
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a sample in the fit, of the factorisation, of what the first prediction adds, and of an input in each."""
+
+    sample: float
+    factorise: float
+    first: float
+    input: float
+
+    @staticmethod
+    def of(cost: Cost, work: Workload, share: float, forward: float, speed: MachineSpeed) -> Seconds:
+        """`forward` are the seconds of a forward pass of one sample; `share` of it is differentiated."""
+        backward = share * BACKWARD_PASSES * forward
+        draws = work.draws * work.classes * speed.draw
+        return Seconds(
+            sample=forward + cost.seeds[0] * backward + cost.sample_products * speed.product,
+            factorise=(cost.once_products - cost.first_products) * speed.double,
+            first=cost.first_products * speed.double,
+            input=forward + cost.seeds[1] * backward + cost.input_products * speed.product + draws,
+        )
+
+
+def duration(seconds: float) -> str:
+    """Seconds in few characters.
+
+    >>> duration(270_000), duration(0.00785)
+    ('75 h', '7.85 ms')
+    """
+    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
