@@ -44,7 +44,9 @@ if _TYPE_CHECKING:
     from errbar._files.load import FileDescription, info, load, merge, verify
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
+    from errbar._operations.autofit import autofit
     from errbar._operations.calibrate import calibrate
+    from errbar._operations.choice import Choice, Row
     from errbar._operations.choose_prior import choose_prior
     from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
     from errbar._operations.fusion import fuse, fuse_frames
@@ -61,6 +63,7 @@ __all__ = [
     "ArgumentError",
     "Calibration",
     "CalibrationWarning",
+    "Choice",
     "ConformalRule",
     "CostNotice",
     "CovarianceError",
@@ -88,6 +91,7 @@ __all__ = [
     "Prediction",
     "Prior",
     "RankError",
+    "Row",
     "SelectionError",
     "SingularCovarianceError",
     "SizeError",
@@ -95,6 +99,7 @@ __all__ = [
     "WeightsChangedError",
     "__version__",
     "abstention",
+    "autofit",
     "calibrate",
     "choose_prior",
     "collect",
@@ -123,7 +128,9 @@ _NAMES = {
     "_files.load": ("FileDescription", "info", "load", "merge", "verify"),
     "_monitor.martingales": ("Alarm",),
     "_monitor.monitor": ("Monitor",),
+    "_operations.autofit": ("autofit",),
     "_operations.calibrate": ("calibrate",),
+    "_operations.choice": ("Choice", "Row"),
     "_operations.choose_prior": ("choose_prior",),
     "_operations.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
     "_operations.fusion": ("fuse", "fuse_frames"),

@@ -21,6 +21,7 @@ PUBLIC = {
     "AbstentionRule",
     "Alarm",
     "Calibration",
+    "Choice",
     "ConformalRule",
     "Decision",
     "FileDescription",
@@ -34,8 +35,10 @@ PUBLIC = {
     "Posterior",
     "Prediction",
     "Prior",
+    "Row",
     # functions
     "abstention",
+    "autofit",
     "calibrate",
     "choose_prior",
     "collect",
