@@ -997,7 +997,7 @@ def test_an_objective_that_does_not_exist(posterior: errbar.Posterior, objective
 
 @pytest.mark.parametrize("fit", [(), ("T",), "prior", ("temperature", "bias"), None, 3])
 def test_nothing_that_can_be_fitted(posterior: errbar.Posterior, fit: Any) -> None:
-    with pytest.raises(errbar.ArgumentError, match=r"fit is .*; expected 'temperature', 'covariance_scale' or both"):
+    with pytest.raises(errbar.ArgumentError, match=r"fit is .*; expected one or more of 'temperature', 'cov"):
         errbar.calibrate(posterior, [(inputs(), labels())], fit=fit)
 
 

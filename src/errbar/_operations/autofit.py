@@ -1,5 +1,4 @@
-"""`autofit`: try several posteriors, choose by cross-validation, and never take one that is worse than temperature
-scaling.
+"""`autofit`: the best of several posteriors by cross-validation, and none that is worse than temperature scaling.
 
 For each candidate: one pass over the training data, one over the held-out data for several priors at once, and then all
 links and folds from the same logit Gaussians. `choice.best_trial` is the rule, docs/design.md its reasons.
