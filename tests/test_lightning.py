@@ -104,6 +104,13 @@ def test_a_submodule_other_data_and_no_calibration_can_be_asked_for(tmp_path: Pa
     assert (callback.posterior.temperature, callback.posterior.covariance_scale) == (1.0, 1.0)
 
 
+def test_what_is_calibrated_can_be_chosen(tmp_path: Path) -> None:
+    callback = ErrbarCallback(last_layers=1, calibrate="temperature")
+    train(callback, tmp_path, training_loader(), validation_loader())
+    assert callback.posterior.temperature != 1
+    assert callback.posterior.covariance_scale == 1
+
+
 def test_calibration_data_can_be_given_where_there_is_no_validation_loader(tmp_path: Path) -> None:
     without = ErrbarCallback(last_layers=1)
     train(without, tmp_path, training_loader())

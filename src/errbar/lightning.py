@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,6 +44,7 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
             samples or draws them with replacement.
         calibration: held-out data; None for the validation loader, if the trainer validates with one; False for no
             calibration.
+        calibrate: what `errbar.calibrate` fits to them.
         path: where to save the posterior, for `errbar.load`; None to not save it.
         options: `last_layers` or `parameters`, and all else that `errbar.fit` takes.
     """
@@ -53,6 +55,7 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
         network: str | None = None,
         data: Any = None,
         calibration: Any = None,
+        calibrate: str | Sequence[str] = ("temperature", "covariance_scale"),
         path: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -61,6 +64,7 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
         self.network = network
         self.data = data
         self.calibration = calibration
+        self.calibrate = calibrate
         self.path = path
         self.options = options
         self._posterior: errbar.Posterior | None = None
@@ -91,7 +95,7 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
         held_out = self._held_out(trainer)
         if held_out is not None:
             shared = {name: self.options[name] for name in ("unpack", "group", "progress") if name in self.options}
-            posterior = errbar.calibrate(posterior, held_out, **shared)
+            posterior = errbar.calibrate(posterior, held_out, fit=self.calibrate, **shared)
         self._posterior = posterior
         if self.path is not None and trainer.is_global_zero:
             posterior.save(self.path)

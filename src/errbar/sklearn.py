@@ -68,8 +68,9 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             elsewhere.
         fisher: as in `errbar.fit`.
         structure: as in `errbar.fit`.
-        calibrate: "covariance_scale" (the paper's method), "temperature", or both. The covariance scale makes up for a
-            prior that is too wide or too narrow, which the temperature cannot; both need some hundred held-out samples.
+        calibrate: what `errbar.calibrate` fits: "covariance_scale" (the paper's method), "temperature", both, or these
+            and "softening". The covariance scale makes up for a prior that is too wide or too narrow, which the
+            temperature cannot; more than one of them need some hundred held-out samples.
         objective: what the calibration minimises on the held-out part: "nll", "brier" or "ece".
         samples: Monte Carlo samples of a prediction.
         random_state: of the initial weights, the order of the samples, what is held out, and the Monte Carlo samples. A

@@ -102,6 +102,38 @@ def test_calibrate_can_fit_one_of_the_two(files: Workspace, tmp_path: Path) -> N
     assert facts["temperature"] != 1.0
 
 
+@pytest.mark.parametrize(
+    ("options", "fitted"),
+    [
+        (["--softening"], ("temperature", "covariance_scale", "softening")),
+        (["--softening", "--only", "temperature"], ("temperature", "softening")),
+        ([], ("temperature", "covariance_scale")),
+    ],
+)
+def test_calibrate_fits_the_softening_if_asked(
+    options: list[str], fitted: tuple[str, ...], files: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def calibrate(posterior: errbar.Posterior, data: Any, **choices: Any) -> errbar.Posterior:
+        asked.append(choices["fit"])
+        return posterior.with_calibration(softening=1.5)
+
+    monkeypatch.setattr(errbar, "calibrate", calibrate)
+    command = ["calibrate", "posterior.safetensors", "data.npz", "--model", "tiny_net:trained", *options]
+    facts = said(*command, "-o", str(tmp_path / "c.safetensors"))
+    assert asked == [fitted]
+    assert facts["softening"] == 1.5
+    assert errbar.load(tmp_path / "c.safetensors", files.model).softening == 1.5
+
+
+def test_a_discounted_update_keeps_the_softening(files: Workspace, tmp_path: Path) -> None:
+    library(files).with_calibration(temperature=1.2, softening=1.5).save(tmp_path / "soft.safetensors")
+    command = ["update", str(tmp_path / "soft.safetensors"), "data.npz", "--model", "tiny_net:trained"]
+    facts = said(*command, "--discount", "0.5", "-o", str(tmp_path / "after.safetensors"))
+    assert (facts["temperature"], facts["softening"]) == (1.2, 1.5)
+
+
 def test_update_and_forget_undo_each_other_and_tell_the_change_of_the_variance(
     files: Workspace, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ def result(output: Path) -> dict[str, Any]:
 def test_the_result_has_every_method_and_every_part(result: dict[str, Any], output: Path) -> None:
     keys = list(result["methods"])
     assert keys[:6] == ["standard", "temperature", "ensemble", "dropout", "proposed", "proposed_tc"]
-    assert {"temperature_nll", "ggn", "both", "evidence_both", "validation_both"} <= set(keys)
+    assert {"temperature_nll", "ggn", "both", "softened", "evidence_both", "validation_both"} <= set(keys)
     assert len(result["runs"]) == 2
     for run in result["runs"]:
         assert set(run["scores"]) == set(keys)
@@ -127,6 +127,24 @@ def test_every_table_can_be_made_and_filled_in(result: dict[str, Any]) -> None:
     assert tables.fill(text, {"digits": result}) == text
     with pytest.raises(ArgumentError, match="table 'nothing' of 'digits'"):
         tables.fill("<!-- table: digits nothing --><!-- end -->", {"digits": result})
+
+
+@pytest.mark.parametrize(("softening", "headings"), [(0.5, ("T", "T_c", "c")), (0.0, ("T", "T_c"))])
+def test_the_softening_is_a_column_where_it_was_fitted(softening: float, headings: tuple[str, ...]) -> None:
+    fitted = [
+        {"scores": {"old": {"fitted": {"temperature": 2.0}}, "new": {"fitted": one}}}
+        for one in (
+            {"temperature": 1.0, "covariance_scale": 0.5, "softening": softening, "prior_precision": 1.0},
+            {"temperature": 1.0, "covariance_scale": 0.5, "softening": 0.0, "prior_precision": 1.0},
+        )
+    ]
+    table = tables.fitted_table({"methods": {"old": "old", "new": "new"}, "runs": fitted})
+    assert table.headings == ("method", *headings, "prior precision")
+    assert all(len(row) == len(table.headings) for row in table.rows)
+    assert table.rows[1][1:3] == ("1 ± 0", "0.5 ± 0")
+    if softening:
+        assert table.rows[0][3] == ""
+        assert table.rows[1][3].startswith("0.25 ± ")
 
 
 def test_the_results_page_shows_the_result_files() -> None:

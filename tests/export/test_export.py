@@ -126,8 +126,7 @@ def by_graph(
     task = posterior.information.task
     limits = torch.tensor(THRESHOLDS)[:, None].expand(-1, task.n_classes) if thresholds is None else thresholds
     request = ExportRequest(
-        posterior.temperature,
-        posterior.covariance_scale,
+        posterior.calibration,
         samples,
         seed,
         draws,
@@ -194,6 +193,42 @@ def test_the_graph_in_float64_says_what_predict_says_for_every_batch_size(case: 
     for size in (1, 7):
         x = normal(size, *shape, seed=size, dtype=torch.float64)
         require_parity(by_graph(posterior, x, seed=3), posterior, x, seed=3, samples=50, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_softens_as_predict_does(case: str) -> None:
+    posterior, shape = fitted(case, 5, torch.float64)
+    x = normal(7, *shape, seed=7, dtype=torch.float64)
+    softened = posterior.with_calibration(softening=4.0)
+    found = by_graph(softened, x, seed=3)
+    require_parity(found, softened, x, seed=3, samples=50, tolerance=1e-8)
+    # T(x) = T √(1 + c v̄(x)), from the plain logits.
+    plain = posterior.uncalibrated().logits(x)
+    classes = plain.mean.shape[1]
+    centring = torch.eye(classes, dtype=torch.float64) - 1 / classes
+    variance = torch.einsum("mn,bnm->b", centring, plain.covariance) / (classes - 1)
+    torch.testing.assert_close(found["logits"], plain.mean / (1.3 * (1 + 4 * variance).sqrt())[:, None])
+
+
+@pytest.mark.parametrize(
+    ("ending", "case", "dtype"),
+    [
+        ("onnx", "two layers", torch.float64),
+        ("onnx", "last layer, kron", torch.float32),
+        ("onnx", "one logit, eta", torch.float64),
+        ("pt2", "two layers", torch.float32),
+        ("pt2", "last layer, kron", torch.float64),
+    ],
+)
+def test_files_soften_as_predict_does(ending: str, case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    posterior, shape = fitted(case, 2, dtype)
+    softened = posterior.with_calibration(softening=4.1)
+    path = tmp_path / f"posterior.{ending}"
+    softened.export(path, example=normal(3, *shape, dtype=dtype), samples=60, seed=4, risk=THRESHOLDS)
+    x = normal(7, *shape, seed=7, dtype=dtype)
+    found = by_onnx_runtime(path, x=x) if ending == "onnx" else by_torch(path, x)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-8
+    require_parity(found, softened, x, seed=4, samples=60, tolerance=tolerance)
 
 
 # A file takes seconds, most of them inside torch: the graphs of all cases are compared above, and files of some here.

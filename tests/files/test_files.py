@@ -239,6 +239,41 @@ def test_the_model_is_looked_at_by_its_weights_wherever_it_is_wrapped(tmp_path: 
     assert errbar.load(tmp_path / "file", wrapped).model is wrapped
 
 
+@pytest.mark.parametrize("factors", [True, False])
+def test_a_softening_comes_back(factors: bool, tmp_path: Path) -> None:
+    case = CASES["dense"]
+    model = case.model()
+    softened = case.fitted(model).with_calibration(softening=2.25)
+    softened.save(tmp_path / "file", factors=factors)
+    loaded = errbar.load(tmp_path / "file", model)
+    assert loaded.calibration == errbar.Calibration(1.3, 0.7, 2.25)
+    x = case.data()[0][0]
+    torch.testing.assert_close(loaded.logits(x).covariance, softened.logits(x).covariance)
+    assert errbar.info(tmp_path / "file").softening == errbar.verify(tmp_path / "file", model).softening == 2.25
+
+
+def test_a_file_without_softening_does_not_mention_it(tmp_path: Path) -> None:
+    """So it is the file that earlier versions wrote, and read."""
+    posterior = CASES["dense"].fitted()
+    posterior.save(tmp_path / "file")
+    assert b"softening" not in (tmp_path / "file").read_bytes()
+    assert errbar.info(tmp_path / "file").softening == 0
+    posterior.information.save(tmp_path / "information")
+    assert errbar.info(tmp_path / "information").softening is None
+
+
+@pytest.mark.parametrize("value", ["-1", '"much"', "true"])
+def test_a_softening_that_is_no_number_from_zero_is_refused(value: str, tmp_path: Path) -> None:
+    posterior = CASES["dense"].fitted().with_calibration(softening=2.25)
+    path = tmp_path / "file"
+    posterior.save(path)
+    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        description = file.metadata()["description"].replace('"softening":2.25', f'"softening":{value}')
+    with_metadata(path, description=description)
+    with pytest.raises(errbar.DamagedFileError, match=r"softening = .*; expected a finite number in its range"):
+        errbar.load(path, CASES["dense"].model())
+
+
 # --------------------------------------------------------------------------------------------------- older formats
 
 
@@ -261,6 +296,7 @@ def test_files_of_every_format_keep_loading(name: str, number: int) -> None:
     )
     assert loaded.log_evidence() == pytest.approx(expected.log_evidence(), rel=1e-9)
     assert (loaded.temperature, loaded.covariance_scale, loaded.prior.precision) == (1.25, 0.75, 0.5)
+    assert loaded.softening == 0
 
 
 def with_metadata(path: Path, **changes: str) -> None:
@@ -569,6 +605,7 @@ def test_the_commands_info_and_verify(
     assert "kind              posterior\n" in result.output
     assert "classes           yes, no\n" in result.output
     assert "parameters        0.weight, 0.bias, 2.weight, 2.bias\n" in result.output
+    assert "softening         0.0\n" in result.output
     result = CliRunner().invoke(main.application(), ["verify", str(path), "make_format_files:model"])
     assert result.output.endswith(f"{path} is whole, and about the weights of make_format_files:model.\n")
     assert CliRunner().invoke(main.application(), ["verify", str(path)]).output.endswith("is whole.\n")

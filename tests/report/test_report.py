@@ -93,6 +93,27 @@ def test_without_calibration_there_is_nothing_after_it(posterior: errbar.Posteri
     assert "calibrated it claims" not in found.verdict.sentences[1]
 
 
+def test_a_softened_posterior_is_reported_with_its_softening(posterior: errbar.Posterior) -> None:
+    softened = posterior.with_calibration(softening=2.5)
+    x, y = problem(60, 3)
+    found = report.assess(softened, [(x, y)], samples=100, outliers=[x + 5])
+    assert found.softening == 2.5
+    assert found.variants[-1].nll.value == pytest.approx(metrics.nll(softened.predict(x, 100).pmf, y), rel=1e-5)
+    assert found.curves is not None
+    assert found.curves.softening == 2.5
+    # The curves go through the posterior itself, and so do the scores of the second set.
+    middle = len(found.curves.by_temperature.x) // 2
+    assert found.curves.by_temperature.x[middle] == pytest.approx(1.4)
+    same = metrics.nll(softened.predict(x, scoring._CURVE_SAMPLES).pmf, y)
+    assert found.curves.by_temperature.y[middle] == pytest.approx(same, rel=1e-5)
+    assert found.outliers is not None
+    variance = {row.name: row.outside for row in found.outliers.rows}["variance of the logits’ contrasts"]
+    assert variance == pytest.approx(float(softened.logits(x + 5).contrast_variance.median()), rel=1e-4)
+    assert "and the softening c is 2.5" in " ".join(found.verdict.sentences)
+    assert "The softening c = 2.5 raises the temperature" in report.page(found)
+    assert ("T, T_c, c", "1.4, 0.3, 2.5") in [row for facts in found.provenance for row in facts.rows]
+
+
 def test_the_interval_of_a_mean_covers_it() -> None:
     covered = 0
     for seed in range(100):
@@ -340,7 +361,7 @@ def test_the_verdict_says_whether_the_covariance_scale_does_something(
 ) -> None:
     effect = scoring.ScaleEffect(1.2, gain, 0.03)
     pair = [variant(OVER), variant(NEITHER, "after_calibration")]
-    sentences = verdict.verdict(1000, pair, effect, (1.1, scale), None, None).sentences
+    sentences = verdict.verdict(1000, pair, effect, errbar.Calibration(1.1, scale), None, None).sentences
     assert expected in sentences[2]
     assert "95\u202f% interval 3.0 to 7.0" in sentences[0]
     assert "which may be chance" in sentences[1]
@@ -353,7 +374,7 @@ def test_the_verdict_says_whether_the_covariance_scale_does_something(
 def test_the_verdict_says_whether_the_linearisation_holds(distance: float, ratio: float, expected: str) -> None:
     check = Linearisation(64, 100, distance, 0.008, Estimate(ratio, ratio, ratio), ())
     effect = scoring.ScaleEffect(1.2, NEITHER, 0.03)
-    sentences = verdict.verdict(10, [variant(OVER)], effect, (1.0, 1.0), check, None).sentences
+    sentences = verdict.verdict(10, [variant(OVER)], effect, errbar.Calibration(), check, None).sentences
     assert expected in sentences[3]
 
 

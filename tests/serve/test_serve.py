@@ -27,6 +27,7 @@ from errbar.serve.telemetry import Log
 from serving import CLASSES, Running, member, posterior, service
 
 X = serving.data()[0]
+SCALES = ("temperature", "covariance_scale", "softening")
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +61,14 @@ def test_a_prediction_is_that_of_the_library_to_the_last_bit(running: Running, k
         assert [one[name] for one in told["predictions"]] == values.tolist(), name
     assert [one["class"] for one in told["predictions"]] == [CLASSES[label] for label in expected.label.tolist()]
     assert told["inputs"] == X[:5].double().tolist()
-    about = {name: told[name] for name in ("posterior", "samples", "seed", "temperature", "covariance_scale", "level")}
+    about = {name: told[name] for name in ("posterior", "samples", "seed", *SCALES, "level")}
     assert about == {
         "posterior": "tiny",
         "samples": 300,
         "seed": 7,
         "temperature": 1.3,
         "covariance_scale": 0.7,
+        "softening": 0.0,
         "level": 0.9,
     }
 
@@ -95,6 +97,23 @@ def test_t_and_t_c_can_be_chosen(running: Running, known: errbar.Posterior) -> N
     assert (told["temperature"], told["covariance_scale"]) == (2.5, 4.0)
     certain = running.told("/v1/predict", body | {"covariance_scale": 0})["predictions"]
     assert max(max(one["std"]) for one in certain) < 1e-6
+
+
+def test_the_softening_can_be_chosen_and_is_the_posteriors_own_otherwise(known: errbar.Posterior) -> None:
+    softened = known.with_calibration(softening=3.0)
+    with service(served("soft", softened, classes=CLASSES, reference=[serving.data()])) as own:
+        assert own.told("/v1/model")["softening"] == 3.0
+        body = {"inputs": X[:3].tolist(), "include": ["outlier"]}
+        told = own.told("/v1/predict", body)
+        assert told["softening"] == 3.0
+        assert [one["pmf"] for one in told["predictions"]] == softened.predict(X[:3]).pmf.tolist()
+        without = own.told("/v1/predict", body | {"softening": 0})
+        assert without["softening"] == 0
+        assert [one["pmf"] for one in without["predictions"]] == known.predict(X[:3]).pmf.tolist()
+        assert [one["outlier"] for one in without["predictions"]] == [one["outlier"] for one in told["predictions"]]
+        frames = own.told("/v1/fuse", {"inputs": X[:2].tolist()})["objects"][0]
+        fused = errbar.fuse_frames(softened.joint_logits(X[:2])).predict()
+        assert frames["fused"]["pmf"] == pytest.approx(fused.pmf[0].tolist(), abs=1e-6)
 
 
 def test_another_posterior_is_asked_by_its_name(running: Running) -> None:

@@ -78,6 +78,7 @@ def refused(response: httpx.Response, status: int) -> str:
         ({"level": 1}, "level: Input should be less than 1"),
         ({"temperature": 0}, "temperature: Input should be greater than or equal to 0.001"),
         ({"covariance_scale": -1}, "covariance_scale: Input should be greater than or equal to 0"),
+        ({"softening": -1}, "softening: Input should be greater than or equal to 0"),
         ({"risk": 1.5}, "risk"),
         ({"risk": [0.1, 0.2]}, "risk"),
         ({"posterior": "unknown"}, "There is no posterior with that name; expected one of tiny"),

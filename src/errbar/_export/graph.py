@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from errbar._base import linalg
 from errbar._curvature import banded, packed
 from errbar._curvature.structure import ClassCoefficients, GraphCovariance, PairCoefficients
+from errbar._distributions.calibration import Calibration
 from errbar._export.chain import ChainedNetwork, LayerTerm
 from errbar.errors import ExportError
 
@@ -28,8 +29,7 @@ MOST_CLASSES = 128
 class Draws:
     """How the logits are calibrated and sampled: the same for every input."""
 
-    temperature: float
-    covariance_scale: float
+    calibration: Calibration
     normal: Float[Tensor, "d K"]
     thresholds: Float[Tensor, "R M"]
 
@@ -216,7 +216,7 @@ class PredictionGraph(nn.Module):
         super().__init__()
         self.network, self.covariance = network, covariance
         self.form, self.dtype, self.outputs = form, dtype, tuple(outputs)
-        self.temperature, self.covariance_scale = draws.temperature, draws.covariance_scale
+        self.calibration = draws.calibration
         self.shares = [0.0, *linalg.jitters(linalg.largest_jitter(dtype))]
         self.register_buffer("normal", draws.normal)
         self.register_buffer("thresholds", draws.thresholds)
@@ -227,9 +227,7 @@ class PredictionGraph(nn.Module):
         output, values = self.network(*args, *kwargs.values())
         # One logit g is read as the pair (0, g).
         mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
-        mean = mean / self.temperature
-        covariance = self.covariance(self.network.terms(values, self.start, self.dtype))
-        covariance = _times(covariance, self.covariance_scale / self.temperature**2)
+        mean, covariance = self.calibrated(mean, self.covariance(self.network.terms(values, self.start, self.dtype)))
         samples = torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance), 1)
         # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
         # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
@@ -251,6 +249,27 @@ class PredictionGraph(nn.Module):
             )
             results["risk"] = torch.where(unknown, torch.nan, share)
         return {name: results[name] for name in self.outputs}
+
+    def calibrated(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> tuple[Tensor, Tensor]:
+        """ĝ/T(x) and T_c P^g/T(x)², as `LogitGaussian.calibrated` has them; T(x) is a constant without softening."""
+        T, scale = self.calibration.temperature, self.calibration.covariance_scale
+        if self.calibration.softening == 0:
+            return mean / T, _times(covariance, scale / T**2)
+        each = self.calibration.temperatures(self.contrast_variance(covariance, mean.shape[1]))
+        divisor = each.square().to(covariance.dtype).reshape(-1, *[1] * (covariance.ndim - 1))
+        return mean / each.to(mean.dtype)[:, None], _times(covariance / divisor, scale)
+
+    def contrast_variance(self, covariance: Float[Tensor, "B ..."], classes: int) -> Float[Tensor, "B"]:
+        """The mean variance of the M−1 contrasts, in the form at hand. No product of matrices, see `_times`."""
+        if self.form == "diagonal":
+            return covariance.mean(1)
+        if self.form == "full":
+            diagonal = (covariance * torch.eye(classes, dtype=covariance.dtype)).sum((1, 2))
+            total = diagonal - covariance.sum((1, 2)) / classes
+        else:
+            basis = self.get_buffer("basis")
+            total = (covariance * (basis - basis.mean(0)).square().sum(0).to(covariance.dtype)).sum(1)
+        return total.clamp_min(0) / (classes - 1)
 
     def sampled_logits(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
         """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""

@@ -28,6 +28,7 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.structure import Factor
 from errbar._curvature.task import Task
 from errbar._derivative.layers import LinearLayer
+from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import standard_normal
@@ -50,8 +51,7 @@ _ONNX_LIMIT = 2**31 - 2**20
 class ExportRequest:
     """What is to be in the file."""
 
-    temperature: float
-    covariance_scale: float
+    calibration: Calibration
     samples: int
     seed: int
     draws: str
@@ -171,7 +171,7 @@ def graph_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -
     normal = standard_normal(request.samples, part.width, request.seed, like, request.draws).T
     if part.basis is not None:
         normal = part.basis.T.to(normal.dtype) @ normal
-    draws = Draws(request.temperature, request.covariance_scale, normal.contiguous(), request.thresholds)
+    draws = Draws(request.calibration, normal.contiguous(), request.thresholds)
     return PredictionGraph(
         network,
         part.covariance,
@@ -232,8 +232,7 @@ def _description(task: Task, request: ExportRequest) -> dict[str, Any]:
         "parameters": list(task.selection.names),
         "structure": task.structure,
         "fisher": task.fisher,
-        "temperature": request.temperature,
-        "covariance_scale": request.covariance_scale,
+        **vars(request.calibration),
         "samples": request.samples,
         "seed": request.seed,
         "draws": request.draws,

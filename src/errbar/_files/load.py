@@ -20,6 +20,7 @@ from errbar._base.container import Contents, read
 from errbar._base.json_fields import Fields
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
+from errbar._distributions.calibration import Calibration
 from errbar._files.task import checked_classes, read_information, read_task
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output, described_output
@@ -60,6 +61,7 @@ class FileDescription:
     precision: float | Mapping[str, float] | str | None
     temperature: float | None
     covariance_scale: float | None
+    softening: float | None
     has_factors: bool
     batches: int | None
     output: str | None
@@ -179,12 +181,12 @@ def _posterior(
             f"{contents.path} was saved {description}; expected {', '.join(expected_names[:5])}, in this order."
         )
     prior, fields = _prior(contents, information), contents.description
-    T, scale = _temperature(fields), fields.number("covariance_scale", least=0)
+    calibration = Calibration(_temperature(fields), fields.number("covariance_scale", least=0), _softening(fields))
     bound = information.with_model(model, unpack=unpack, output=output)
     factor = _factor(contents, information, prior)
     if factor is None:
-        return replace(condition(bound, prior), temperature=float(T), covariance_scale=float(scale))
-    return Posterior(bound, prior, factor.to(bound.network.device), float(T), float(scale))
+        return replace(condition(bound, prior), **vars(calibration))
+    return Posterior(bound, prior, factor.to(bound.network.device), **vars(calibration))
 
 
 def _factor(contents: Contents, information: Information, prior: Prior) -> Factor | None:
@@ -247,6 +249,7 @@ def _description(contents: Contents) -> FileDescription:
         precision=_precision(fields),
         temperature=_temperature(fields) if "temperature" in fields else None,
         covariance_scale=fields.number("covariance_scale", least=0) if "covariance_scale" in fields else None,
+        softening=_softening(fields) if contents.kind == "posterior" else None,
         has_factors="factor" in fields,
         batches=fields.part("position").whole("batches", 1) if "position" in fields else None,
         output=None if task.network.output is None else described_output(task.network.output),
@@ -257,6 +260,11 @@ def _description(contents: Contents) -> FileDescription:
 def _temperature(fields: Fields) -> float:
     """T, whose square must be finite and positive too."""
     return fields.number("temperature", least=1e-100, most=1e100)
+
+
+def _softening(fields: Fields) -> float:
+    """c, which files of before there was one, and files of posteriors without one, do not have."""
+    return fields.number("softening", least=0) if "softening" in fields else 0.0
 
 
 def _noun(kind: str) -> str:

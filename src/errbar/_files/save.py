@@ -36,6 +36,9 @@ def save_posterior(
         "covariance_scale": posterior.covariance_scale,
         "factor": small,
     }
+    if posterior.softening > 0:
+        # Only then, so that other files are those of before there was a softening.
+        description["softening"] = posterior.softening
     write(path, "posterior", description, tensors)
 
 

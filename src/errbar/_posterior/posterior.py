@@ -372,8 +372,7 @@ class Posterior:
         thresholds = checked_thresholds(risk, prediction)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
         request = ExportRequest(
-            self.temperature,
-            self.covariance_scale,
+            self.calibration,
             require_samples(samples),
             require_seed(seed),
             draws,

@@ -1,4 +1,4 @@
-"""`errbar calibrate`: temperature and covariance scale from held-out data."""
+"""`errbar calibrate`: temperature, covariance scale and softening from held-out data."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ def calibrate(
     weights: options.Weights = None,
     objective: Annotated[options.ObjectiveName, typer.Option("--objective", help="What to minimise.")] = "nll",
     only: Annotated[options.ScaleName | None, typer.Option("--only", help="Fit this alone; without it both.")] = None,
+    softening: Annotated[
+        bool, typer.Option("--softening", help="Fit also how far T grows with the uncertainty of an input.")
+    ] = False,
     samples: options.Samples = 1000,
     seed: options.Seed = 0,
     factors: options.Factors = False,
@@ -29,7 +32,7 @@ def calibrate(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Fit the temperature and the covariance scale to held-out data with labels."""
+    """Fit the temperature and the covariance scale, with --softening a third number, to held-out data with labels."""
     from errbar.cli.inputs import HELD_OUT, DataRequest
     from errbar.cli.posteriors import PosteriorRequest, opened, save
     from errbar.cli.session import session
@@ -43,7 +46,7 @@ def calibrate(
             loaded.posterior,
             here.together(source.loader),
             objective=objective,
-            fit=tuple(map(options.argument_of, scales)),
+            fit=(*map(options.argument_of, scales), *(("softening",) if softening else ())),
             samples=samples,
             seed=seed,
             progress=here.progress,

@@ -148,6 +148,7 @@ def _answer(
         "inputs": inputs,
         "temperature": loaded.posterior.temperature,
         "covariance_scale": loaded.posterior.covariance_scale,
+        "softening": loaded.posterior.softening,
         "bins": bins,
         "scores": {variant.key: _scores(variant) for variant in scores},
         "verdict": verdict,

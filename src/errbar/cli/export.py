@@ -63,6 +63,7 @@ def export(
                 "outputs": names or [name for name in OUTPUTS if thresholds or name != "risk"],
                 "temperature": loaded.posterior.temperature,
                 "covariance_scale": loaded.posterior.covariance_scale,
+                "softening": loaded.posterior.softening,
                 "samples": samples,
                 "seed": seed,
                 "checked_with": len(example),

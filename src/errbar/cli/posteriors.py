@@ -144,6 +144,7 @@ def _facts(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dict[s
         "prior": "one for each parameter" if isinstance(precision, torch.Tensor) else precision,
         "temperature": posterior.temperature,
         "covariance_scale": posterior.covariance_scale,
+        "softening": posterior.softening,
         "classes": information.n_classes if classes is None else list(classes),
     }
 

@@ -39,7 +39,7 @@ def update(
         discounted = before
         if discount < 1:
             discounted = errbar.condition(before.information * discount, before.prior).with_calibration(
-                temperature=before.temperature, covariance_scale=before.covariance_scale
+                **vars(before.calibration)
             )
         inputs = here.together(lambda: first_inputs(source.loader(), COMPARED))
         after = discounted.update(here.together(source.loader))

@@ -26,7 +26,7 @@ PAPER = ("standard", "temperature", "ensemble", "dropout", "proposed", "proposed
 # Their order gives them their style, the same in the figures of every experiment; the first nine differ in colour.
 KNOWN = (
     *(*PAPER, "laplace_tuned", "both", "laplace_default", "ggn", "temperature_nll", "proposed_tc_nll"),
-    *("evidence", "evidence_both", "validation", "validation_both"),
+    *("evidence", "evidence_both", "validation", "validation_both", "softened"),
 )
 # What is drawn where the lines of all methods would be too many to follow: the paper's, ours, the peer's.
 MAIN = KNOWN[:9]

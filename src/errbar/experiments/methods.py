@@ -22,6 +22,8 @@ from errbar.experiments.problem import Problem, Samples
 
 _PART = 2048  # inputs at a time, for networks with convolutions
 _SAMPLES = 1000
+# Everything that `calibrate` can fit.
+SCALES = ("temperature", "covariance_scale", "softening")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ def of_posterior(name: str, posterior: errbar.Posterior, seconds: float) -> Meth
         return Outcome(prediction.pmf, prediction.mutual_information, gaussian.contrast_variance)
 
     precision = posterior.prior.precision
-    scales = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
+    scales = dict(vars(posterior.calibration))
     if isinstance(precision, float | int):
         scales["prior_precision"] = float(precision)
     return Method(name, predict, seconds, scales, posterior)
@@ -118,7 +120,7 @@ def dropout(network: nn.Module, samples: int, seed: int, seconds: float) -> Meth
 
 
 def posteriors(network: nn.Module, problem: Problem, seconds: float) -> Iterator[tuple[str, Method]]:
-    """The paper's (v) and (vi), and the same with the exact Fisher information, other priors, and T and T_c."""
+    """The paper's (v) and (vi), and the same with the exact Fisher information, other priors, T and T_c, and c."""
     train = batched(problem.train)
     decay = errbar.Prior.from_weight_decay(problem.recipe.weight_decay, len(problem.train.y))
 
@@ -136,6 +138,8 @@ def posteriors(network: nn.Module, problem: Problem, seconds: float) -> Iterator
     yield "ggn", of_posterior("ggn", plain, seconds + watch.seconds())
     both = calibrated(plain, problem, "nll", ("temperature", "covariance_scale"))
     yield "both", of_posterior("ggn, T and T_c", both, seconds + watch.seconds())
+    softened = calibrated(plain, problem, "nll", SCALES)
+    yield "softened", of_posterior("ggn, T, T_c and softening", softened, seconds + watch.seconds())
 
     watch = _Watch()
     by_evidence = max(

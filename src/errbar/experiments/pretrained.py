@@ -123,6 +123,10 @@ def _methods(network: nn.Module, problem: Problem) -> dict[str, Method]:
             compared[f"{key}_{fisher}"] = of_posterior(f"{name}, {fisher}", posterior, seconds)
             calibrated = methods.calibrated(posterior, problem, "nll", ("temperature", "covariance_scale"))
             compared[f"{key}_{fisher}_both"] = of_posterior(f"{name}, {fisher}, T and T_c", calibrated, seconds)
+            softened = methods.calibrated(posterior, problem, "nll", methods.SCALES)
+            compared[f"{key}_{fisher}_softened"] = of_posterior(
+                f"{name}, {fisher}, T, T_c and softening", softened, seconds
+            )
     compared["both"] = compared.pop("last_ggn_both")
     return compared
 

@@ -68,14 +68,17 @@ def score_table(result: Result) -> Table:
 
 def fitted_table(result: Result) -> Table:
     """What was chosen on the validation data."""
-    names = ("temperature", "covariance_scale", "prior_precision")
+    columns = {"temperature": "T", "covariance_scale": "T_c", "softening": "c", "prior_precision": "prior precision"}
+    fitted = [run["scores"][key]["fitted"] for run in result["runs"] for key in result["methods"]]
+    if not any(one.get("softening") for one in fitted):
+        del columns["softening"]
     rows = []
     for key, name in result["methods"].items():
         each = [run["scores"][key]["fitted"] for run in result["runs"]]
         if each[0]:
-            cells = [mean_and_deviation([one[n] for one in each], ".3g") if n in each[0] else "" for n in names]
+            cells = [mean_and_deviation([one[n] for one in each], ".3g") if n in each[0] else "" for n in columns]
             rows.append((name, *cells))
-    return Table("Chosen on the validation data", ("method", "T", "T_c", "prior precision"), tuple(rows))
+    return Table("Chosen on the validation data", ("method", *columns.values()), tuple(rows))
 
 
 def outlier_table(result: Result) -> Table:

@@ -57,7 +57,7 @@ def assess(
     """Everything that a report says about `posterior` on labelled `data`.
 
     Args:
-        posterior: with its T and T_c; the report compares it with both at 1, and with the network alone.
+        posterior: with its T, T_c and c; the report compares it with none of them, and with the network alone.
         data: held-out batches with labels, used neither for the fit nor for the calibration.
         outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
@@ -97,7 +97,6 @@ def assess(
         comparison = checking.compare_outliers(outliers_name, inside, outside)
     variants = scoring.variants(observation, bins, seed)
     effect = scoring.scale_effect(observation, doubts.logits, doubts.std, seed)
-    scales = (posterior.temperature, posterior.covariance_scale)
     input_lists = [
         examples(leaders.items, names, name_of, picture_shape, samples, seed) for leaders in (uncertain, wrong)
     ]
@@ -105,9 +104,8 @@ def assess(
         subject=subject or f"{count(size)} classes, {count(len(observation.labels))} inputs",
         inputs=len(observation.labels),
         classes=size,
-        temperature=scales[0],
-        covariance_scale=scales[1],
-        verdict=verdict(len(observation.labels), variants, effect, scales, check, comparison),
+        **vars(posterior.calibration),
+        verdict=verdict(len(observation.labels), variants, effect, posterior.calibration, check, comparison),
         variants=variants,
         effect=effect,
         curves=curves,
@@ -140,7 +138,7 @@ def _curves(posterior: Posterior, spread: Spread[Any], seed: int, missing: list[
     if not _curve_inputs(classes):
         missing.append(f"The curves over T and T_c are omitted: {count(classes)} classes would take too much memory.")
         return None
-    return scoring.scale_curves(spread.items, posterior.temperature, posterior.covariance_scale, seed)
+    return scoring.scale_curves(spread.items, posterior.calibration, seed)
 
 
 def _linearisation(
@@ -176,7 +174,7 @@ def _facts(
         ("samples of the fit", f"{information.n_samples:,.6g}"),
         ("structure, Fisher information", f"{information.structure}, {information.fisher}"),
         ("prior precision", "one per parameter" if isinstance(precision, torch.Tensor) else str(precision)),
-        ("T, T_c", f"{posterior.temperature:.6g}, {posterior.covariance_scale:.6g}"),
+        ("T, T_c, c", ", ".join(f"{number:.6g}" for number in vars(posterior.calibration).values())),
         ("weights (SHA-256)", information.network.fingerprint),
     )
     data = (

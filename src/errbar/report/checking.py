@@ -62,11 +62,11 @@ def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, sam
 
 def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:
     """The outlier scores of each input; higher is more unusual. Labels are ignored."""
-    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    plain = posterior.uncalibrated()
     columns: dict[str, list[Tensor]] = {}
     for batch in stream:
         gaussian = plain.unrounded_logits(batch)
-        calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
+        calibrated = gaussian.calibrated(posterior.calibration)
         prediction = calibrated.predict(samples, seed)
         scores = score_columns(
             torch.softmax(gaussian.mean, 1),

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._model.batch import Batch, checked_labels
@@ -26,7 +27,7 @@ NETWORK, BEFORE, AFTER = "network", "before_calibration", "after_calibration"
 class BatchObservation:
     """One batch, the number of inputs before it, and what the posterior predicts for it.
 
-    `gaussian` is without T and T_c, `calibrated` and `prediction` are with both; `labels` are on the CPU.
+    `gaussian` is without calibration, `calibrated` and `prediction` are with it; `labels` are on the CPU.
     """
 
     start: int
@@ -45,23 +46,22 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """PMFs of each variant (`NETWORK`, `BEFORE` and, where T or T_c is not 1, `AFTER`), and the labels."""
+    """PMFs of each variant (`NETWORK`, `BEFORE` and, where it is calibrated, `AFTER`), and the labels."""
 
     pmfs: dict[str, Float[Tensor, "N M"]]
     labels: Int[Tensor, "N"]
 
     @property
     def final(self) -> Float[Tensor, "N M"]:
-        """The PMFs of the posterior with its T and T_c."""
+        """The PMFs of the posterior as it is calibrated."""
         return self.pmfs.get(AFTER, self.pmfs[BEFORE])
 
 
 def observe(
     posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int, watchers: Sequence[Watcher] = ()
 ) -> Observation:
-    """PMFs of the network alone, with error bars, and calibrated where T or T_c is not 1; and the labels."""
-    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
-    T, scale = posterior.temperature, posterior.covariance_scale
+    """PMFs of the network alone, with error bars, and calibrated if the posterior is; and the labels."""
+    plain, calibration = posterior.uncalibrated(), posterior.calibration
     columns: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     start = 0
@@ -72,8 +72,8 @@ def observe(
         prediction = gaussian.predict(samples, seed)
         calibrated = gaussian
         pmfs = {NETWORK: torch.softmax(gaussian.mean, 1), BEFORE: prediction.pmf}
-        if (T, scale) != (1.0, 1.0):
-            calibrated = gaussian.tempered(T).scaled(scale)
+        if calibration != Calibration():
+            calibrated = gaussian.calibrated(calibration)
             prediction = calibrated.predict(samples, seed)
             pmfs[AFTER] = prediction.pmf
         for name, pmf in pmfs.items():
@@ -145,7 +145,7 @@ class Spread(Generic[Item]):
 
 
 def gaussian_and_label(observation: BatchObservation, row: int) -> tuple[LogitGaussian, int]:
-    """The logits of one input without T and T_c, and its label."""
+    """The logits of one input without calibration, and its label."""
     # Tempered by one: a copy, since a slice would keep its whole batch in memory.
     return observation.gaussian[row : row + 1].tempered(1.0), int(observation.labels[row])
 

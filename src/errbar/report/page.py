@@ -200,7 +200,7 @@ def _scales(scale_curves: ScaleCurves | None, report: Report) -> list[Child]:
             "The logits are N(ĝ/T, T_c P/T²): the temperature T divides them, the covariance scale T_c multiplies "
             f"their covariance. Here T = {significant(report.temperature, 4)} and T_c = "
             f"{significant(report.covariance_scale, 4)}. Both flatten the probabilities, so one can stand in "
-            "for the other, but only T_c gives error bars."
+            f"for the other, but only T_c gives error bars.{_softening(report.softening)}"
         ),
     )
     if scale_curves is None:
@@ -228,6 +228,16 @@ def _scales(scale_curves: ScaleCurves | None, report: Report) -> list[Child]:
         "these data hardly determine T_c."
     )
     return [introduction, _figure("T and T_c.", prose(caption), panels)]
+
+
+def _softening(softening: float) -> str:
+    """What the softening does, for reports that have one."""
+    if softening == 0:
+        return ""
+    return (
+        f" The softening c = {significant(softening, 4)} raises the temperature of inputs whose logits are uncertain: "
+        "T becomes T √(1 + c v), with v the mean variance of their contrasts before T and T_c."
+    )
 
 
 def _classes(report: Report) -> list[Child]:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
+from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar.report.observing import AFTER, BEFORE, NETWORK, Observation
 from errbar.report.resampling import means, share
@@ -31,7 +32,7 @@ _RIDGE_CLASSES = 100
 
 
 def variants(observation: Observation, bins: int, seed: int) -> tuple[Variant, ...]:
-    """The network alone, with error bars and, where T or T_c is not 1, calibrated."""
+    """The network alone, with error bars and, where it has a calibration, calibrated."""
     names = dict(NAMES)
     if AFTER not in observation.pmfs:
         names[BEFORE] = "with error bars"
@@ -154,15 +155,14 @@ def best_temperature(logits: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> 
     return math.exp((low + high) / 2)
 
 
-def scale_curves(
-    pairs: Sequence[tuple[LogitGaussian, int]], temperature: float, covariance_scale: float, seed: int
-) -> ScaleCurves:
-    """NLL of these inputs as T and T_c vary around the values in use, all with the same draws."""
+def scale_curves(pairs: Sequence[tuple[LogitGaussian, int]], calibration: Calibration, seed: int) -> ScaleCurves:
+    """NLL of these inputs as T and T_c vary around the values in use, all with the same draws and softening."""
+    temperature, covariance_scale, softening = vars(calibration).values()
     gaussian = LogitGaussian.concatenated([one for one, _ in pairs])
     labels = torch.tensor([label for _, label in pairs], device=gaussian.mean.device)
 
     def nll(T: float, scale: float) -> float:
-        pmf = gaussian.tempered(T).scaled(scale).predict(_CURVE_SAMPLES, seed).pmf
+        pmf = gaussian.calibrated(Calibration(T, scale, softening)).predict(_CURVE_SAMPLES, seed).pmf
         return -float(of_label(pmf, labels).log().mean())
 
     temperatures = _around(temperature, _TEMPERATURES)
@@ -175,6 +175,7 @@ def scale_curves(
         inputs=len(pairs),
         temperature=temperature,
         covariance_scale=covariance_scale,
+        softening=softening,
         by_temperature=Curve(temperatures, tuple(nll(T, covariance_scale) for T in temperatures)),
         without_covariance=Curve(temperatures, tuple(nll(T, 0.0) for T in temperatures)),
         by_scale=Curve(scales, tuple(nll(temperature, scale) for scale in scales)),

@@ -78,12 +78,13 @@ class ScaleCurves:
     """NLL against T and against T_c, of `inputs` inputs spread over the data.
 
     `by_temperature` keeps T_c, `without_covariance` has T_c = 0; `by_scale` keeps T, and `ridge`, where it was
-    computed, has the best T for each T_c.
+    computed, has the best T for each T_c. The `softening` is kept in all of them.
     """
 
     inputs: int
     temperature: float
     covariance_scale: float
+    softening: float
     by_temperature: Curve
     without_covariance: Curve
     by_scale: Curve
@@ -217,6 +218,7 @@ class Report:
     classes: int
     temperature: float
     covariance_scale: float
+    softening: float
     verdict: Verdict
     variants: tuple[Variant, ...]
     effect: ScaleEffect

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from errbar._distributions.calibration import Calibration
 from errbar.report.numbers import count, fixed, percent, points, significant, span
 from errbar.report.values import Estimate, Linearisation, Outliers, ScaleEffect, Variant, Verdict
 
@@ -24,13 +25,13 @@ def verdict(
     inputs: int,
     variants: Sequence[Variant],
     effect: ScaleEffect,
-    scales: tuple[float, float],
+    calibration: Calibration,
     linearisation: Linearisation | None,
     outliers: Outliers | None,
 ) -> Verdict:
-    """What a reader in a hurry should know; `scales` are T and T_c."""
+    """What a reader in a hurry should know, of a posterior with this calibration."""
     network, final = variants[0], variants[-1]
-    sentences = [_of_network(network, inputs), _of_final(network, final), _of_scale(effect, *scales)]
+    sentences = [_of_network(network, inputs), _of_final(network, final), _of_scale(effect, calibration)]
     if linearisation is not None:
         sentences.append(_of_linearisation(linearisation))
     if outliers is not None:
@@ -85,12 +86,16 @@ def _of_final(network: Variant, final: Variant) -> str:
     )
 
 
-def _of_scale(effect: ScaleEffect, T: float, scale: float) -> str:
+def _of_scale(effect: ScaleEffect, calibration: Calibration) -> str:
     """Whether the covariance does more than a temperature alone."""
+    T, scale, softening = vars(calibration).values()
+    softened = f", and the softening c is {significant(softening)}" if softening else ""
+    if scale == 0 and softening:
+        return f"T_c is 0, which switches the error bars off{softened}: this is temperature scaling by T(x)."
     if scale == 0:
         return "T_c is 0, which switches the error bars off: this is plain temperature scaling."
     gain = effect.gain
-    about = f"T_c is {significant(scale)} and T is {significant(T)}. "
+    about = f"T_c is {significant(scale)} and T is {significant(T)}{softened}. "
     bars = (
         f"The probability of the most likely class has a standard deviation of {points(effect.std)} on average, "
         "which no temperature gives."

@@ -269,23 +269,25 @@ def _refused(error: ValidationError) -> Refusal:
 
 def _options(body: Any, thresholds: Any, include: frozenset[str] = frozenset()) -> AnswerOptions:
     limits = tuple(thresholds) if isinstance(thresholds, list) else thresholds
-    return AnswerOptions(body.temperature, body.covariance_scale, body.samples, body.seed, body.level, limits, include)
+    scales = body.temperature, body.covariance_scale, body.softening
+    return AnswerOptions(*scales, body.samples, body.seed, body.level, limits, include)
 
 
 def _about(body: Any, served: Served) -> dict[str, Any]:
-    posterior = served.posterior.with_calibration(temperature=body.temperature, covariance_scale=body.covariance_scale)
+    posterior = served.posterior.with_calibration(
+        temperature=body.temperature, covariance_scale=body.covariance_scale, softening=body.softening
+    )
     return {
         "posterior": served.name,
         "samples": body.samples,
         "seed": body.seed,
-        "temperature": posterior.temperature,
-        "covariance_scale": posterior.covariance_scale,
+        **vars(posterior.calibration),
     }
 
 
 def _gaussians(body: Any, options: AnswerOptions, first: Served) -> FuseGaussians:
-    if options.temperature is not None or options.covariance_scale is not None:
-        raise ArgumentError("Gaussians already include T and T_c; expected neither in the request.")
+    if any(scale is not None for scale in (options.temperature, options.covariance_scale, options.softening)):
+        raise ArgumentError("Gaussians already include T, T_c and c; expected none of them in the request.")
     gaussians = []
     for source in body.gaussians:
         try:
@@ -330,8 +332,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "structure": information.structure,
         "fisher": information.fisher,
         "samples": information.n_samples,
-        "temperature": served.posterior.temperature,
-        "covariance_scale": served.posterior.covariance_scale,
+        **vars(served.posterior.calibration),
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
         "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},

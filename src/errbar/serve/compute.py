@@ -28,13 +28,14 @@ _STORED = 2**21
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """The choices of a request; where T or T_c is None, the posterior's own is used.
+    """The choices of a request; where T, T_c or c is None, the posterior's own is used.
 
     `thresholds` are γ, one per class or one for all; None if no risk is requested.
     """
 
     temperature: float | None = None
     covariance_scale: float | None = None
+    softening: float | None = None
     samples: int = 1000
     seed: int = 0
     level: float = 0.95
@@ -114,7 +115,7 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
         alone = len(kinds) == 1
         plain = logits if alone else LogitGaussian.concatenated([logits[rows[place]] for place in places])
         posterior = _calibrated(served, options)
-        result = _result(plain.tempered(posterior.temperature).scaled(posterior.covariance_scale), options)
+        result = _result(plain.calibrated(posterior.calibration), options)
         scores = served.outlier_scores(plain) if "outlier" in options.include else None
         descriptions = iter(result.described(served.classes, options, served, scores))
         for place in places:
@@ -219,7 +220,9 @@ def _result(gaussian: LogitGaussian, options: AnswerOptions) -> Result:
 
 
 def _calibrated(served: Served, options: AnswerOptions) -> errbar.Posterior:
-    return served.posterior.with_calibration(temperature=options.temperature, covariance_scale=options.covariance_scale)
+    return served.posterior.with_calibration(
+        temperature=options.temperature, covariance_scale=options.covariance_scale, softening=options.softening
+    )
 
 
 def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:

@@ -29,10 +29,19 @@ class _Request(BaseModel):
         0, ge=0, lt=2**63, description="Seed of the Monte Carlo draws: the same seed gives the same answer."
     )
     temperature: float | None = Field(
-        None, ge=1e-3, le=1e3, description="T in place of the posterior's own: N(ĝ/T, T_c P^g/T²)."
+        None,
+        ge=1e-3,
+        le=1e3,
+        description="T in place of the posterior's own: N(ĝ/T(x), T_c P^g/T(x)²), T(x) = T √(1 + c v̄(x)).",
     )
     covariance_scale: float | None = Field(
         None, ge=0, le=1e6, description="T_c in place of the posterior's own; 0 is plain temperature scaling."
+    )
+    softening: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="c in place of the posterior's own; with 0, T(x) is T for every input.",
     )
     level: float = Field(0.95, gt=0, lt=1, description="Probability that the intervals contain.")
 
@@ -73,7 +82,7 @@ class Points(BaseModel):
 class Outlier(BaseModel):
     """How much of the doubt about an input is the model's own, compared with the training inputs."""
 
-    mutual_information: float = Field(description="In nats, at the T and T_c that the posterior was calibrated to.")
+    mutual_information: float = Field(description="In nats, at the T, T_c and c that the posterior was calibrated to.")
     percentile: float = Field(description="Percentage of training inputs with a lower value.")
     times_the_median: float
     training_inputs: int
@@ -110,6 +119,7 @@ class PredictAnswer(BaseModel):
     seed: int
     temperature: float
     covariance_scale: float
+    softening: float
     level: float
     predictions: list[PredictionAnswer]
     inputs: list[Any] | None = Field(None, description="The inputs of the network, if requested.")
@@ -177,6 +187,7 @@ class ModelAnswer(BaseModel):
     samples: float = Field(description="Number of training inputs whose information the posterior holds.")
     temperature: float
     covariance_scale: float
+    softening: float
     reference: list[float] | None = Field(description="101 percentiles of the training inputs' mutual informations.")
     examples: list[Example]
     limits: dict[str, float]

@@ -41,8 +41,8 @@ class Served:
 
     @cached_property
     def plain(self) -> errbar.Posterior:
-        """Without T and T_c, which a request may choose."""
-        return self.posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+        """Without calibration, which a request may choose."""
+        return self.posterior.uncalibrated()
 
     def tensor(self, values: Any) -> Tensor:
         """Inputs from nested lists of numbers, which must not be ragged."""
@@ -60,7 +60,7 @@ class Served:
         return x.long()
 
     def outlier_scores(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
-        """The mutual information of logits of `plain`, at the posterior's own T and T_c, whatever the request."""
+        """The mutual information of logits of `plain`, at the posterior's own calibration, whatever the request."""
         return _mutual_information(self.posterior, plain)
 
     def outlier(self, score: float) -> dict[str, float | int] | None:
@@ -127,7 +127,7 @@ def reference_scores(
     posterior: errbar.Posterior, data: Any, classes: Sequence[str], examples: int = 10
 ) -> tuple[Float[Tensor, " N"], tuple[tuple[Tensor, str], ...]]:
     """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
-    plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    plain = posterior.uncalibrated()
     scores: list[Tensor] = []
     example_pairs: list[tuple[Tensor, str]] = []
     count = 0
@@ -147,8 +147,7 @@ def reference_scores(
 
 
 def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Float[Tensor, " B"]:
-    calibrated = plain.tempered(posterior.temperature).scaled(posterior.covariance_scale)
-    return calibrated.predict(_SCORE_SAMPLES).mutual_information.double()
+    return plain.calibrated(posterior.calibration).predict(_SCORE_SAMPLES).mutual_information.double()
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
