@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,11 @@ class Selection:
             slices[name] = slice(start, start + size)
             start += size
         return slices
+
+    def chosen(self, names: Collection[str]) -> Selection:
+        """Some of the parameters."""
+        pairs = [pair for pair in zip(self.names, self.shapes, strict=True) if pair[0] in names]
+        return Selection(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
 
     def matrices(self) -> dict[str, int]:
         """The modules that own tensors of two dimensions or more, and how many parameters those have."""
