@@ -103,8 +103,8 @@ class Mixture:
         """The parts of a selection, by structure."""
         return {name: selection.chosen(names) for name, names in self.assigned(selection.names).items()}
 
-    def described(self) -> str:
-        """The mixture for people.
+    def described(self, most: int = 4) -> str:
+        """The mixture for people, with at most so many names for each structure.
 
         >>> Mixture.of({"*": "block", "fc": "kron"}, ("block", "kron")).described()
         'kron (fc) and block (the rest)'
@@ -112,7 +112,7 @@ class Mixture:
         keys: dict[str, list[str]] = {}
         for key, name in self.entries:
             keys.setdefault(name, []).append("the rest" if key == REST else key)
-        return " and ".join(f"{name} ({listed(own)})" for name, own in keys.items())
+        return " and ".join(f"{name} ({listed(own, most)})" for name, own in keys.items())
 
 
 def is_mixture(structure: str) -> bool:
@@ -120,8 +120,8 @@ def is_mixture(structure: str) -> bool:
     return "=" in structure
 
 
-def described_structure(structure: str) -> str:
-    """A structure for people: its name, or what each part of a mixture has.
+def described_structure(structure: str, most: int = 4) -> str:
+    """A structure for people: its name, or what each part of a mixture has; see `Mixture.described`.
 
     >>> described_structure("dense"), described_structure("fc=kron,*=block")
     ('dense', 'kron (fc) and block (the rest)')
@@ -129,7 +129,7 @@ def described_structure(structure: str) -> str:
     if not is_mixture(structure):
         return structure
     entries = (entry.rpartition("=") for entry in structure.split(","))
-    return Mixture(tuple((key, name) for key, _, name in entries)).described()
+    return Mixture(tuple((key, name) for key, _, name in entries)).described(most)
 
 
 def _choices(allowed: Collection[str]) -> str:

@@ -222,7 +222,7 @@ def require_selection_on(network: Network, selection: Selection) -> None:
         )
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], most: int = 4) -> str:
     """The first few of some names, and how many more there are."""
-    more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
-    return ", ".join(name[:60] for name in names[:4]) + more
+    more = "" if len(names) <= most else f" and {len(names) - most} more"
+    return ", ".join(name[:60] for name in names[:most]) + more

@@ -7,7 +7,7 @@ out for a moment, plus forward and backward passes of the network as one of them
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from errbar._base.memory import readable, usable_bytes
 from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import Layout, inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
-from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.mixture import described_structure, is_mixture
+from errbar._curvature.registry import faithfulness, structure_called, structure_names
 from errbar._curvature.scores import require_draws
 from errbar._curvature.structure import planned_cost
 from errbar._curvature.task import product_dtype
@@ -29,6 +30,7 @@ from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
 from errbar._model.selection import Selection, listed_modules
+from errbar._planning.mixing import mixture_that_fits, mixtures_of
 from errbar.errors import ArgumentError
 
 # Samples of the example that are run, and how long the speed of a product is measured.
@@ -88,7 +90,7 @@ class Plan:
             most = max(count for count in counts if count is not None)
             raise ArgumentError(f"last_layers is {last_layers!r}; expected 1 to {most}, or None for all parameters.")
         own = [option for option in self.options if option.last_layers == last_layers and option.fits]
-        return min(own, key=lambda option: structure_names().index(option.structure), default=None)
+        return min(own, key=lambda option: faithfulness(option.structure), default=None)
 
     def __str__(self) -> str:
         return _table(self)
@@ -104,6 +106,7 @@ def plan(
     precision: str | None = None,
     samples: int = 1000,
     draws: int = 1,
+    structure: str | Mapping[str, str] | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
 ) -> Plan:
@@ -120,6 +123,8 @@ def plan(
         precision: as in `collect`.
         samples: Monte Carlo draws of a prediction.
         draws: as in `collect`, for `fisher="sampled"`.
+        structure: a mixture, as in `collect`, to be planned beside the others for the layers that it names. Without it,
+            the mixture that `structure="auto"` would take is planned where neither "dense" nor "block" fits.
         unpack: as in `collect`.
         output: as in `collect`.
     """
@@ -141,12 +146,16 @@ def plan(
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = _Speed.of(network, batch, dtype)
     options = []
-    for last_layers, selection in _selections(layout):
+    selections = _selections(layout)
+    mixtures = mixtures_of(structure, [selection for _, selection in selections])
+    for (last_layers, selection), given in zip(selections, mixtures, strict=True):
         sizes: dict[str, Any] = {"batch": len(batch), "fisher": kind, "dtype": dtype, "rank": directions}
         work = layout.workload(selection, **sizes, draws=samples, scores=scores if kind == "sampled" else 0)
         share = layout.tail_share(selection)
         alone = tuple(layout.alone(selection).matrices())
-        options += [_option(name, last_layers, work, share, speed, limit, alone) for name in structure_names()]
+        mixture = given or mixture_that_fits(work, layout, limit)
+        names = sorted([*structure_names(), mixture], key=faithfulness) if mixture else structure_names()
+        options += [_option(name, last_layers, work, share, speed, limit, alone) for name in names]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
@@ -285,7 +294,7 @@ def _table(plan: Plan) -> str:
             rows.append(
                 (
                     "all" if option.last_layers is None else str(option.last_layers),
-                    option.structure + ("" if option.exact else " ~"),
+                    ("mixed" if is_mixture(option.structure) else option.structure) + ("" if option.exact else " ~"),
                     f"{option.n_parameters:,}",
                     *(_size(size) for size in (option.posterior_bytes, option.fit_bytes, option.predict_bytes)),
                     _duration(option.fit_seconds_per_sample),
@@ -309,6 +318,11 @@ def _table(plan: Plan) -> str:
     last = "~ not exact; no: does not fit; auto: what structure='auto' takes for all parameters"
     diagonal = max((option.diagonal for option in plan.options), key=len)
     remarks = [f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart"] if diagonal else []
+    mixtures = [option for option in plan.options if option.last_layers in visible and is_mixture(option.structure)]
+    for structure in dict.fromkeys(option.structure for option in mixtures):
+        counts = [option.last_layers for option in mixtures if option.structure == structure]
+        layers = ", ".join("all" if count is None else str(count) for count in counts)
+        remarks.append(f"mixed for {layers}: {described_structure(structure, most=1)}")
     table = (f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
     return "\n".join([first, *table, last, *remarks])
 
