@@ -12,7 +12,7 @@ All imports are absolute: `sklearn` is scikit-learn here too, and this module is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -96,7 +96,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         last_layers: int = 2,
         prior: float | str | errbar.Prior | None = None,
         fisher: str = "ggn",
-        structure: str = "dense",
+        structure: str | Mapping[str, str] = "dense",
         calibrate: str | Sequence[str] = "covariance_scale",
         objective: str = "nll",
         samples: int = 1000,

@@ -40,6 +40,10 @@ class Fields:
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"{where} holds a description that is not JSON ({type(error).__name__}).") from error
 
+    def under(self, name: str) -> Fields:
+        """An object that has these fields as its only part."""
+        return Fields({name: self._values}, self.where)
+
     def _refuse(self, name: str, expected: str) -> NoReturn:
         value = repr(self._values.get(name))
         excerpt = value if len(value) <= 60 else f"{value[:60]}…"

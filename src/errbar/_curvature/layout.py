@@ -142,6 +142,7 @@ class Layout:
         modules: dict[str, int] = {}
         for name, size in zip(selection.names, selection.sizes, strict=True):
             modules[owner(name)] = modules.get(owner(name), 0) + size
+        alone = self.alone(selection)
         return Workload(
             modules=tuple(modules.items()),
             tensors=selection.sizes,
@@ -156,8 +157,10 @@ class Layout:
             device=self.network.device.type,
             rank=rank,
             draws=draws,
-            alone=self.alone(selection).sizes,
+            alone=alone.sizes,
             widest=max((event.outputs for event in self.tail(selection)), default=0),
+            names=selection.names,
+            alone_names=alone.names,
         )
 
     def alone(self, selection: Selection) -> Selection:

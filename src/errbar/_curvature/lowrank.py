@@ -425,6 +425,7 @@ class LowRankStructure(Structure):
     """A sketch of rows RᵀJ by vector-Jacobian products, for whole networks."""
 
     name = "lowrank"
+    can_be_part = False
 
     def route(self, network: Network, selection: Selection, batch: Batch) -> None:
         return None

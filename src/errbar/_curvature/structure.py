@@ -62,11 +62,14 @@ class Sum(Protocol):
 
     def to(self, device: torch.device, /) -> Self: ...
 
-    def tolerance(self, dtype: torch.dtype, /) -> float:
-        """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`."""
+    def tolerance(self, dtype: torch.dtype, /) -> Any:
+        """How far below zero rounding may take an eigenvalue of a difference from this sum, computed in `dtype`.
+
+        A number; for a sum of several parts, one for each.
+        """
         ...
 
-    def is_positive_semidefinite(self, tolerance: float, /) -> bool:
+    def is_positive_semidefinite(self, tolerance: Any, /) -> bool:
         """Whether no eigenvalue is below −tolerance."""
         ...
 
@@ -201,6 +204,16 @@ class Structure(ABC):
     """
 
     name: ClassVar[str]
+    # Whether it can be the structure of some parameters, with another for the others (`_curvature.mixed`).
+    can_be_part: ClassVar[bool] = True
+
+    def routed(self, task: Task, batch: Batch, rank: int) -> Task:
+        """The task with what the first (prepared) batch decides; `rank` is that of a sketch."""
+        return replace(task, rank=self.rank(rank), route=self.route(task.network, task.selection, batch))
+
+    def divided(self, task: Task) -> tuple[Task, ...]:
+        """The tasks of the parts of a mixed structure, without their routes; none for any other."""
+        return ()
 
     def route(self, network: Network, selection: Selection, batch: Batch) -> Route | None:
         """How to differentiate, from the layers and the first (prepared) batch."""
@@ -260,10 +273,14 @@ class Structure(ABC):
 
     def joint(self, task: Task, factor: Any, batch: Batch) -> JointLogits:
         """The logits of a prepared batch of frames, and the covariance between all of them."""
+        return joint_logits(factor, *self.whole_derivative(task, batch), task.network)
+
+    def whole_derivative(self, task: Task, batch: Batch) -> tuple[Float[Tensor, "C M"], Any]:
+        """The logits of all frames of a prepared batch, and their derivative in float64."""
         parts = list(self.derivatives(task, batch))
         derivatives = [derivative.to(torch.float64) for _, derivative in parts]
         mean = torch.cat([mean for mean, _ in parts])
-        return joint_logits(factor, mean, type(derivatives[0]).concatenated(derivatives), task.network)
+        return mean, type(derivatives[0]).concatenated(derivatives)
 
     @abstractmethod
     def read_sum(self, contents: Contents, task: Task) -> Sum:

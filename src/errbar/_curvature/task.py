@@ -33,7 +33,8 @@ class Task:
     and 1 for structures without one. `layout` is what the first pass showed, and `batch_size` the expected size of
     batches; a file has neither. `unpack` reads later batches as it read those of the fit, and `batch_form` is the form
     that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
-    `scores` are the draws of `fisher="sampled"`.
+    `scores` are the draws of `fisher="sampled"`. `parts` are the tasks of a mixed structure (`_curvature.mixed`), each
+    about some of the parameters, with a route of its own.
     """
 
     network: Network
@@ -49,10 +50,16 @@ class Task:
     unpack: KeptUnpack | None = None
     batch_form: Form | None = None
     scores: ScoreDraws | None = None
+    parts: tuple[Task, ...] = ()
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", product_dtype(self.network, self.precision))
+
+    @property
+    def routes(self) -> tuple[Route | None, ...]:
+        """How the logits are differentiated: one route, or one for each part."""
+        return tuple(part.route for part in self.parts) or (self.route,)
 
     def weights(self, logits: Float[Tensor, "B M"]) -> Weights:
         """Λ of some samples, in what is differentiated: the logits, or with `sampled` the drawn scores."""
@@ -65,7 +72,7 @@ class Task:
         require_selection_on(network, self.selection)
         if self.route is not None:
             self.route.require_on(network, self.selection)
-        return replace(self, network=network)
+        return replace(self, network=network, parts=tuple(part.on(network) for part in self.parts))
 
     def reading(self, unpack: Unpack | None) -> Task:
         """The same task, with `unpack` for later batches."""
@@ -83,7 +90,7 @@ class Task:
             "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
             "rank of the sketch": str(self.rank),
-            "layers": str(self.route),
+            "layers": str(self.routes),
         }
 
     def require_same_kind(self, other: Task) -> None:

@@ -17,11 +17,13 @@ network.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from errbar._curvature.fisher import Fisher, comes_apart_by_class
 from errbar._derivative import layers, layerwise, route
 from errbar._distributions.sampling import BLOCK_BYTES
+from errbar._model.selection import owner
 
 # Adding a product to a sum in float64 takes, for each number, as long as so many multiplications.
 ADDED_PRODUCTS = 200
@@ -62,7 +64,8 @@ class Workload:
     layers that can be taken apart; `tail_bytes` are the outputs of all modules from the first selected one on, for
     one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
     the tensors in neither a term nor a norm layer, whose Jacobians are computed one sample at a time. `scores` are the
-    labels drawn for each sample, 0 where all classes count.
+    labels drawn for each sample, 0 where all classes count. `names` are those of all tensors, `alone_names` of those in
+    `alone`.
     """
 
     modules: tuple[tuple[str, int], ...]
@@ -80,6 +83,8 @@ class Workload:
     alone: tuple[int, ...] = ()
     widest: int = 0
     scores: int = 0
+    names: tuple[str, ...] = ()
+    alone_names: tuple[str, ...] = ()
 
     @property
     def n(self) -> int:
@@ -119,6 +124,34 @@ class Workload:
         """The part of one module alone, as a block of the structure `block`."""
         terms = tuple(term for term in self.terms if term.module == module)
         return replace(self, modules=((module, size),), tensors=(size,), terms=terms)
+
+    def of_names(self, names: Collection[str]) -> Workload:
+        """The part of some of the tensors, as one of the parts of a mixed structure."""
+        sizes = {name: size for name, size in zip(self.names, self.tensors, strict=True) if name in names}
+        modules: dict[str, int] = {}
+        for name, size in sizes.items():
+            modules[owner(name)] = modules.get(owner(name), 0) + size
+        terms = (self._term_of(term, sizes) for term in self.terms)
+        alone = {n: size for n, size in zip(self.alone_names, self.alone, strict=True) if n in sizes}
+        return replace(
+            self,
+            modules=tuple(modules.items()),
+            tensors=tuple(sizes.values()),
+            terms=tuple(term for term in terms if term is not None),
+            alone=tuple(alone.values()),
+            names=tuple(sizes),
+            alone_names=tuple(alone),
+        )
+
+    def _term_of(self, term: LayerSize, names: Collection[str]) -> LayerSize | None:
+        """A layer with those of its tensors that are among `names`: its weight, its bias, both or neither."""
+        prefix = f"{term.module}." if term.module else ""
+        weight, bias = f"{prefix}weight", f"{prefix}bias"
+        if all(name in names for name in (weight, bias) if name in self.names):
+            return term
+        if weight in names:
+            return replace(term, width=term.width - 1)
+        return replace(term, width=1) if bias in names else None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from errbar._base.atomic import file_name, require_writable_folder
 from errbar._base.checks import whole_number
 from errbar._base.container import read, write
 from errbar._base.digest import digest_of
+from errbar._curvature.structure import Description
 from errbar._curvature.task import Task
 from errbar._files.task import information_record, read_information, route_description
 from errbar._model.batch import Batch
@@ -141,7 +142,7 @@ def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
         ("number of classes", task.n_classes, checkpoint.task.n_classes),
         ("output", described_output(task.network.output), described_output(checkpoint.task.network.output)),
         ("rank", task.rank, checkpoint.task.rank),
-        ("layers", route_description(task.route), route_description(checkpoint.task.route)),
+        ("layers", _layers(task), _layers(checkpoint.task)),
     ):
         if current != previous:
             raise MismatchError(
@@ -151,6 +152,10 @@ def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
     position = contents.description.part("position")
     stream.skip(path, position.whole("batches", 1), position.digest("digest"))
     return Information(task, checkpoint.total.to(task.network.device), checkpoint.n_samples, checkpoint.log_likelihood)
+
+
+def _layers(task: Task) -> list[Description]:
+    return [route_description(route) for route in task.routes]
 
 
 def batch_digest(batch: Batch) -> str:

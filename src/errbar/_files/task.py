@@ -8,7 +8,7 @@ names are compared with those of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from errbar._base.container import Contents
 from errbar._base.json_fields import Fields
 from errbar._curvature.fisher import Fisher
-from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.mixture import is_mixture
+from errbar._curvature.registry import require_structure, structure_called, structure_names
 from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.structure import Description, Tensors
 from errbar._curvature.task import AbsentNetwork, Task, UnknownFunction
@@ -58,21 +59,27 @@ def route_description(route: Route | None) -> Description:
 def task_description(task: Task) -> Description:
     """A task without its network, of which only the fingerprint and the dtype of results are kept."""
     scores = {} if task.scores is None else {"scores": asdict(task.scores)}
-    return scores | {
-        "weights": task.network.fingerprint,
-        "dtype": _name(task.network.dtype),
-        "precision": task.precision,
-        "structure": task.structure,
-        "fisher": task.fisher,
-        "n_classes": task.n_classes,
-        "output": _saved_output(task.network.output),
-        "unpack": task.batch_form,
-        "parameters": [
-            {"name": name, "shape": list(shape)}
-            for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
-        ],
-        "plan": route_description(task.route) | {"rank": task.rank},
-    }
+    plans = [route_description(part.route) | {"rank": part.rank} for part in task.parts]
+    parts = {"parts": plans} if plans else {}
+    return (
+        scores
+        | parts
+        | {
+            "weights": task.network.fingerprint,
+            "dtype": _name(task.network.dtype),
+            "precision": task.precision,
+            "structure": task.structure,
+            "fisher": task.fisher,
+            "n_classes": task.n_classes,
+            "output": _saved_output(task.network.output),
+            "unpack": task.batch_form,
+            "parameters": [
+                {"name": name, "shape": list(shape)}
+                for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
+            ],
+            "plan": route_description(task.route) | {"rank": task.rank},
+        }
+    )
 
 
 def read_task(fields: Fields) -> Task:
@@ -80,7 +87,7 @@ def read_task(fields: Fields) -> Task:
     dtype = {"float32": torch.float32, "float64": torch.float64}[fields.choice("dtype", ("float32", "float64"))]
     network = AbsentNetwork(fields.digest("weights"), dtype, _read_output(fields))
     precision: Any = fields.choice("precision", ("float64",)) if "precision" in fields else None
-    structure = fields.choice("structure", structure_names())
+    structure = _read_structure(fields)
     fisher: Any = fields.choice("fisher", get_args(Fisher))
     n_classes = fields.whole("n_classes", 2)
     parameters = fields.parts("parameters")
@@ -92,20 +99,46 @@ def read_task(fields: Fields) -> Task:
     selection = Selection(names, shapes)
     if not names or len(set(names)) != len(names) or not 1 <= selection.n_parameters < 2**50:
         raise DamagedFileError(f"{fields.where} names a parameter twice, no parameters, or parameters without a size.")
-    plan = fields.part("plan")
-    route = _read_route(plan, selection, structure, n_classes)
-    return Task(
+    task = Task(
         network,
         selection,
         structure,
         fisher,
         n_classes,
         precision,
-        plan.whole("rank", 1),
-        route,
         batch_form=_read_form(fields),
         scores=_read_scores(fields, fisher),
     )
+    plan = fields.part("plan")
+    return _with_parts(task, fields) if is_mixture(structure) else _with_route(task, plan)
+
+
+def _read_structure(fields: Fields) -> str:
+    """The name of a structure, or the text of a mixture."""
+    text = fields.text("structure")
+    if not is_mixture(text):
+        return fields.choice("structure", structure_names())
+    try:
+        return require_structure(text)
+    except ArgumentError as error:
+        raise DamagedFileError(f"{fields.where} holds an invalid structure: {error}") from error
+
+
+def _with_route(task: Task, plan: Fields) -> Task:
+    route = _read_route(plan, task.selection, task.structure, task.n_classes)
+    return replace(task, rank=plan.whole("rank", 1), route=route)
+
+
+def _with_parts(task: Task, fields: Fields) -> Task:
+    """The parts of a mixture, each with its own route."""
+    plans = fields.parts("parts")
+    try:
+        parts = structure_called(task.structure).divided(task)
+    except ArgumentError as error:
+        raise DamagedFileError(f"{fields.where} holds an invalid structure: {error}") from error
+    if len(plans) != len(parts):
+        raise DamagedFileError(f"{fields.where} has {len(plans)} plans for {len(parts)} structures.")
+    return replace(task, parts=tuple(_with_route(*pair) for pair in zip(parts, plans, strict=True)))
 
 
 def _read_scores(fields: Fields, fisher: str) -> ScoreDraws | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,11 @@ class Selection:
             slices[name] = slice(start, start + size)
             start += size
         return slices
+
+    def chosen(self, names: Collection[str]) -> Selection:
+        """Some of the parameters."""
+        pairs = [pair for pair in zip(self.names, self.shapes, strict=True) if pair[0] in names]
+        return Selection(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
 
     def matrices(self) -> dict[str, int]:
         """The modules that own tensors of two dimensions or more, and how many parameters those have."""
@@ -217,7 +222,7 @@ def require_selection_on(network: Network, selection: Selection) -> None:
         )
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], most: int = 4) -> str:
     """The first few of some names, and how many more there are."""
-    more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
-    return ", ".join(name[:60] for name in names[:4]) + more
+    more = "" if len(names) <= most else f" and {len(names) - most} more"
+    return ", ".join(name[:60] for name in names[:most]) + more

@@ -9,26 +9,31 @@ from typing import Any
 from errbar._base.memory import available_bytes, readable, usable_bytes
 from errbar._curvature.layout import Layout
 from errbar._curvature.lowrank import DEFAULT_RANK
-from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.mixture import described_structure, is_mixture
+from errbar._curvature.registry import faithfulness, structure_called, structure_names
 from errbar._curvature.structure import Structure, planned_cost
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Workload
 from errbar._model.selection import Selection
+from errbar._planning.mixing import mixture_that_fits
 from errbar.errors import SizeError, StructureNotice
 
 
 def structure_that_fits(task: Task, rank: int) -> str:
-    """The choice of `structure="auto"`: the first structure that fits into memory, with a notice if it is not exact."""
+    """The choice of `structure="auto"`: the most faithful that fits into memory, with a notice if it is not exact."""
     device = task.network.device
     usable, work = usable_bytes(device), _workload(task, task.selection, rank)
     costs = {name: planned_cost(structure_called(name), work) for name in structure_names()}
-    structure = next((name for name, cost in costs.items() if cost.peak_bytes <= usable), None)
+    fitting = [name for name, cost in costs.items() if cost.peak_bytes <= usable]
+    mixture = mixture_that_fits(work, _layout(task), usable)
+    structure = min([*fitting, mixture] if mixture else fitting, key=faithfulness, default=None)
     if structure is None:
         least = min(costs, key=lambda name: costs[name].peak_bytes)
         raise _refusal(task, least, rank, "No structure fits: even ")
-    if not costs[structure].exact:
+    if structure == mixture or not costs[structure].exact:
+        choice = described_structure(structure) if structure == mixture else f"'{structure}'"
         warnings.warn(
-            f"structure='auto' chose '{structure}', which is not exact: the exact covariance of "
+            f"structure='auto' chose {choice}, which is not exact: the exact covariance of "
             f"{task.selection.n_parameters:,} parameters would take {readable(costs['dense'].peak_bytes)}, and "
             f"{readable(available_bytes(device))} are available. Select fewer layers for the exact one, or name the "
             "structure to silence this.",
@@ -71,8 +76,15 @@ def _refusal(task: Task, name: str, rank: int, start: str) -> SizeError:
         return planned_cost(structure_called(name), _workload(task, selection, rank)).peak_bytes
 
     other = next((n for n in structure_names() if n != name and peak(n, task.selection) <= usable), None)
-    layers = _most_layers(_layout(task), lambda selection: peak(name, selection) <= usable)
     advice = [f"structure='{other}' ({readable(peak(other, task.selection))})"] if other else []
+    mixture = mixture_that_fits(_workload(task, task.selection, rank), _layout(task), usable)
+    if mixture is not None:
+        other = "auto"
+        advice = [
+            f"structure='auto', which takes {described_structure(mixture)} ({readable(peak(mixture, task.selection))})"
+        ]
+    # A mixture is about the layers that it names.
+    layers = 0 if is_mixture(name) else _most_layers(_layout(task), lambda last: peak(name, last) <= usable)
     advice += [f"last_layers={layers} with structure='{name}'"] if layers else []
     instead = "no other structure and no number of layers fits either, so use a machine with more memory"
     if advice:

@@ -6,7 +6,7 @@ time of a forward pass: nothing is differentiated, and nothing large is allocate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from errbar._base.speed import MachineSpeed, timed
 from errbar._curvature.fisher import Fisher, require_fisher
 from errbar._curvature.layout import Inspection, Layout, inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
-from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.mixture import described_structure, is_mixture
+from errbar._curvature.registry import faithfulness, require_structure, structure_called, structure_names
 from errbar._curvature.scores import require_draws
 from errbar._curvature.structure import planned_cost
 from errbar._curvature.task import product_dtype
@@ -29,6 +30,7 @@ from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
 from errbar._model.selection import Selection, listed_modules, require_one_question
+from errbar._planning.mixing import mixture_that_fits, mixtures_of
 from errbar._planning.seconds import Seconds, duration
 from errbar.errors import ArgumentError
 
@@ -116,8 +118,7 @@ class Plan:
 
 
 def _best(options: Sequence[Option]) -> Option | None:
-    names = structure_names()
-    return min((o for o in options if o.fits), key=lambda option: names.index(option.structure), default=None)
+    return min((o for o in options if o.fits), key=lambda option: faithfulness(option.structure), default=None)
 
 
 def plan(
@@ -127,7 +128,7 @@ def plan(
     *,
     last_layers: int | None = None,
     parameters: str | Sequence[str] | None = None,
-    structure: str | None = None,
+    structure: str | Mapping[str, str] | None = None,
     fisher: str = "ggn",
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
@@ -147,7 +148,8 @@ def plan(
         memory: bytes that a fit may take; by default nine tenths of what is available.
         last_layers: plan for these parameters alone; as in `collect`.
         parameters: plan for these parameters alone; as in `collect`.
-        structure: plan for this structure alone.
+        structure: plan for this structure alone, a name or a mixture as in `collect`; of the usual parameters, those that
+            a mixture divides. Without it, the mixture of "auto" is planned where neither "dense" nor "block" fits.
         fisher: as in `collect`.
         rank: as in `collect`.
         precision: as in `collect`.
@@ -158,7 +160,7 @@ def plan(
     """
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
-    require_option("structure", structure, (None, *structure_names()))
+    text = None if structure is None else require_structure(structure)
     if last_layers is not None or parameters is not None:
         require_one_question(last_layers, parameters)
     samples, directions, scores = require_samples(samples), whole_number(rank), require_draws(draws)
@@ -175,12 +177,13 @@ def plan(
         layout = _timed(inspection.layout, batch)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = MachineSpeed.of(network.device, dtype)
-    request = _Request(structure, kind, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
-    options = [
-        option
-        for question in _questions(inspection, last_layers, parameters)
-        for option in request.options(question, layout, len(batch), speed)
-    ]
+    questions = _questions(inspection, last_layers, parameters)
+    given = mixtures_of(structure, [question.selection for question in questions])
+    if any(given):
+        questions = [question for question, mixture in zip(questions, given, strict=True) if mixture]
+    asked = None if text == "auto" else text
+    request = _Request(asked, kind, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
+    options = [option for question in questions for option in request.options(question, layout, len(batch), speed)]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 
 
@@ -250,12 +253,19 @@ class _Request:
         )
         share, alone = layout.tail_share(question.selection), tuple(layout.alone(question.selection).matrices())
         options: list[Option] = []
-        for name in structure_names() if self.structure is None else (self.structure,):
+        for name in self._names(work, layout):
             cost = planned_cost(structure_called(name), work)
             if not (cost.exact and any(option.exact for option in options)):
                 seconds = Seconds.of(cost, work, share, layout.sample_seconds, speed)
                 options.append(self._option(name, question, work, cost, seconds, alone if name == "kron" else ()))
         return options
+
+    def _names(self, work: Workload, layout: Layout) -> Sequence[str]:
+        """What was asked for; or all, and the mixture that fits where no exact one does."""
+        if self.structure is not None:
+            return (self.structure,)
+        mixture = mixture_that_fits(work, layout, self.limit)
+        return sorted([*structure_names(), mixture], key=faithfulness) if mixture else structure_names()
 
     def _option(
         self, name: str, question: _Question, work: Workload, cost: Cost, seconds: Seconds, alone: tuple[str, ...]
@@ -300,7 +310,7 @@ def _table(plan: Plan) -> str:
             (
                 option.selected if is_new else "",
                 f"{option.n_parameters:,}" if is_new else "",
-                option.structure + ("" if option.exact else " ~"),
+                ("mixed" if is_mixture(option.structure) else option.structure) + ("" if option.exact else " ~"),
                 *(_size(size) for size in (option.posterior_bytes, option.fit_bytes, option.predict_bytes)),
                 duration(option.fit_seconds_per_sample),
                 duration(option.seconds_once),
@@ -331,6 +341,10 @@ def _legend(plan: Plan) -> list[str]:
     diagonal = max((option.diagonal for option in plan.options), key=len)
     if diagonal:
         lines.append(f"kron takes {listed_modules(diagonal)} as diag does: it cannot take them apart")
+    mixtures = [option for option in plan.options if is_mixture(option.structure)]
+    for structure in dict.fromkeys(option.structure for option in mixtures):
+        layers = ", ".join(option.selected for option in mixtures if option.structure == structure)
+        lines.append(f"mixed for {layers}: {described_structure(structure, most=1)}")
     return lines
 
 

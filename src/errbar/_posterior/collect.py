@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
-from errbar._curvature.registry import structure_called, structure_names
+from errbar._curvature.registry import faithfulness, require_structure, structure_called, structure_of
 from errbar._curvature.scores import Repeats, ScoreDraws, require_draws
 from errbar._curvature.structure import Rows
 from errbar._curvature.task import Task
@@ -51,7 +51,7 @@ def collect(
     fisher: str = "ggn",
     draws: int = 1,
     seed: int = 0,
-    structure: str = "dense",
+    structure: str | Mapping[str, str] = "dense",
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,
@@ -78,8 +78,10 @@ def collect(
         seed: of those draws; for `fisher="sampled"` alone. A draw follows from the seed and the numbers of its sample,
             so samples that are equal have equal draws.
         structure: "dense", the exact matrix; "block", exact within each layer; "kron", "diag"; or "lowrank", a sketch
-            for whole networks. "auto" takes the first of dense, block, kron, lowrank, diag that fits into memory, with
-            a `StructureNotice` if that is not exact; so does "kron" about layers that it treats as "diag" does.
+            for whole networks. Or several of them: {"fc": "kron", "*": "block"}, by names of modules or parameters,
+            of which the longest that fits decides, and "*" for all others; as text "fc=kron,*=block". "auto" takes the
+            first of dense, block, a mixture of block and kron, kron, lowrank, diag that fits into memory, with a
+            `StructureNotice` if that is not exact; so does "kron" about layers that it treats as "diag" does.
             `errbar.plan` shows the cost of each.
         rank: of the sketch; only for `structure="lowrank"`.
         precision: "float64" for products in float64 even if the model is not.
@@ -134,7 +136,7 @@ class Request:
     fisher: str = "ggn"
     draws: int = 1
     seed: int = 0
-    structure: str = "dense"
+    structure: str | Mapping[str, str] = "dense"
     rank: int = DEFAULT_RANK
     precision: str | None = None
     unpack: Unpack | None = None
@@ -153,7 +155,7 @@ class Request:
         require_fisher(self.fisher)
         require_draws(self.draws)
         require_seed(self.seed)
-        require_option("structure", self.structure, (*structure_names(), "auto"))
+        require_structure(self.structure)
         require_option("precision", self.precision, (None, "float64"))
         return file, Network(self.model, self.output)
 
@@ -167,7 +169,7 @@ class Request:
             task = Task(
                 network,
                 inspection.selected(last_layers=self.last_layers, parameters=self.parameters),
-                self.structure,
+                require_structure(self.structure),
                 self.fisher,  # type: ignore[arg-type]
                 inspection.layout.classes,
                 self.precision,  # type: ignore[arg-type]
@@ -178,16 +180,14 @@ class Request:
                 scores=ScoreDraws(self.draws, self.seed) if self.fisher == "sampled" else None,
             )
             del inspection  # the graph behind it
-            if self.structure == "auto":
-                task = replace(task, structure=structure_that_fits(task, self.rank))
-            return task, batch
+            if task.structure == "auto":
+                return replace(task, structure=structure_that_fits(task, self.rank)), batch
+            return replace(task, structure=structure_of(task.structure, task.selection)), batch
 
     def routed(self, task: Task, batch: Batch) -> Task:
         """The task with its route, which the first batch decides."""
-        structure = structure_called(task.structure)
         with plain_execution(task.network.device):
-            route = structure.route(task.network, task.selection, batch)
-        return replace(task, rank=structure.rank(self.rank), route=route)
+            return structure_called(task.structure).routed(task, batch, self.rank)
 
 
 def _collect_alone(request: Request, data: Any, *, progress: bool) -> Information:
@@ -228,7 +228,7 @@ def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) ->
     example = first_batch_of(first, team)
     task, batch = team.together(lambda: request.task(network, example.batch, example.size))
     # The rank with the least memory decides for all.
-    structure = max(team.exchange(task.structure), key=structure_names().index)
+    structure = max(team.exchange(task.structure), key=faithfulness)
     complete_task = team.together(lambda: request.routed(replace(task, structure=structure), batch))
     team.require_same(complete_task.facts())
     if team.leads:

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -471,7 +471,7 @@ def fit(
     fisher: str = "ggn",
     draws: int = 1,
     seed: int = 0,
-    structure: str = "dense",
+    structure: str | Mapping[str, str] = "dense",
     rank: int = DEFAULT_RANK,
     precision: str | None = None,
     unpack: Unpack | None = None,

@@ -19,6 +19,7 @@ from errbar._curvature.structure import Factor
 from errbar._curvature.task import Task
 from errbar._curvature.workload import PUSHED_BYTES, draws_are_quicker
 from errbar._derivative.forward import pushed_forward
+from errbar._derivative.route import Route
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
@@ -36,12 +37,14 @@ def pushing_is_cheaper(task: Task, samples: int) -> bool:
 
     Not where all that is selected is a layer that returns the logits: there P^g takes no backward pass at all.
     """
-    route = task.route
-    if route is not None:
-        by_layer = route.by_layer
-        if route.identity or (by_layer is not None and not by_layer.outer_size and not len(by_layer.rest_spans)):
-            return False
-    return draws_are_quicker(task.n_classes, samples)
+    return draws_are_quicker(task.n_classes, samples) and not all(_takes_no_pass(route) for route in task.routes)
+
+
+def _takes_no_pass(route: Route | None) -> bool:
+    if route is None:
+        return False
+    by_layer = route.by_layer
+    return route.identity or (by_layer is not None and not by_layer.outer_size and not len(by_layer.rest_spans))
 
 
 def require_top(top: object, classes: int) -> int:

@@ -39,10 +39,7 @@ def fit(
     fisher: options.Fisher = "ggn",
     draws: options.LabelDraws = 1,
     seed: options.Seed = 0,
-    structure: Annotated[
-        options.StructureName,
-        typer.Option("--structure", help="Structure of the covariance; auto takes the most exact that fits."),
-    ] = "auto",
+    structure: options.Structure = "auto",
     rank: options.Rank = 100,
     precision: options.Precision = "model",
     checkpoint: Annotated[

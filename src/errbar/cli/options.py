@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from errbar.errors import ArgumentError
+
 _CALLABLE = "PACKAGE.MODULE:CALLABLE"
 _DATA = "An .npz or .parquet file, a folder of pictures, or package.module:callable; file.npz:test for x_test, y_test."
 
@@ -15,7 +17,6 @@ DEFAULT_PRIOR = "1.0"
 
 # Options with few values; another value is a usage error, whose message lists these.
 FisherName = Literal["ggn", "eta", "sampled"]
-StructureName = Literal["auto", "dense", "block", "kron", "lowrank", "diag"]
 PrecisionName = Literal["model", "float64"]
 ObjectiveName = Literal["nll", "brier", "ece"]
 ScaleName = Literal["temperature", "covariance-scale"]
@@ -32,6 +33,16 @@ class OutputName(StrEnum):
     LOGITS = "logits"
     LOGIT_COVARIANCE = "logit-covariance"
     RISK = "risk"
+
+
+def _structure_typed(text: str) -> str:
+    """A structure, or one for each layer, in the text that the library has for it."""
+    from errbar._curvature.registry import require_structure
+
+    try:
+        return require_structure(text)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 ModelArgument = Annotated[
@@ -84,6 +95,16 @@ Fisher = Annotated[
     typer.Option("--fisher", help="ggn; eta, diagonal as in the paper; or sampled, ggn by drawn labels."),
 ]
 LabelDraws = Annotated[int, typer.Option("--draws", min=1, help="Labels drawn per sample, for sampled.")]
+Structure = Annotated[
+    str,
+    typer.Option(
+        "--structure",
+        metavar="STRUCTURE",
+        callback=_structure_typed,
+        help="Structure of the covariance: dense, block, kron, lowrank, diag; auto, the most exact that fits; or one "
+        "for each layer, fc=kron,*=block.",
+    ),
+]
 Rank = Annotated[int, typer.Option("--rank", min=1, help="Rank of the sketch, for lowrank.")]
 Precision = Annotated[
     PrecisionName, typer.Option("--precision", help="Precision of products: the model's own, or float64.")

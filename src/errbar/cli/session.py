@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from errbar._curvature.mixture import described_structure
 from errbar._distributed.team import Team, job_of_torchrun, team_of
 from errbar.cli.models import device_of
 from errbar.errors import ArgumentError
@@ -119,7 +120,8 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
     lines.add_column(overflow="fold")
     for name, value in facts.items():
         if value is not None:
-            lines.add_row(name.replace("_", " "), shown(value))
+            text = described_structure(value) if name == "structure" else value
+            lines.add_row(name.replace("_", " "), shown(text))
     return lines
 
 
@@ -128,6 +130,7 @@ def file_lines(description: FileDescription) -> str:
     lines = []
     for name, value in asdict(description).items():
         text: Any = ", ".join(value) if name == "parameters" or isinstance(value, tuple) else value
+        text = described_structure(value) if name == "structure" else text
         if value is not None:
             lines.append(f"{name.replace('_', ' '):<17} {text}")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from errbar._base.progress import track
+from errbar._curvature.mixture import described_structure
 from errbar._model.batch import Unpack, batches, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, ErrbarError
@@ -172,7 +173,7 @@ def _facts(
             + (" …" if len(information.parameter_names) > 6 else ""),
         ),
         ("samples of the fit", f"{information.n_samples:,.6g}"),
-        ("structure, Fisher information", f"{information.structure}, {information.fisher}"),
+        ("structure, Fisher information", f"{described_structure(information.structure)}, {information.fisher}"),
         ("prior precision", "one per parameter" if isinstance(precision, torch.Tensor) else str(precision)),
         ("T, T_c, c", ", ".join(f"{number:.6g}" for number in vars(posterior.calibration).values())),
         ("weights (SHA-256)", information.network.fingerprint),
