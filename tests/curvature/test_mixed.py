@@ -207,9 +207,7 @@ def test_half_the_data_forgotten_leaves_the_other_half(name: str, fisher: str) -
 
 def test_sums_add_up_and_are_discounted() -> None:
     model, x, _ = problem()
-    first, second, whole = (
-        fitted(model, [part], MIXTURES["three"][0]).information for part in (x[:9], x[9:], x)
-    )
+    first, second, whole = (fitted(model, [part], MIXTURES["three"][0]).information for part in (x[:9], x[9:], x))
     torch.testing.assert_close((first + second).dense(), whole.dense(), rtol=1e-10, atol=1e-12)
     # (G ⊗ A)/count of kron is not linear in the sums, but c times all three is c times the information.
     torch.testing.assert_close((whole * 0.25).dense(), whole.dense() / 4, rtol=1e-12, atol=1e-14)
@@ -226,7 +224,9 @@ def test_other_mixtures_are_not_added() -> None:
     model, x, _ = problem()
     first = fitted(model, [x], {"head": "kron", "*": "block"}).information
     second = fitted(model, [x], {"head": "block", "*": "kron"}).information
-    with pytest.raises(errbar.MismatchError, match=r"different structure .*: head=kron,\*=block and head=block,\*=kron"):
+    with pytest.raises(
+        errbar.MismatchError, match=r"different structure .*: head=kron,\*=block and head=block,\*=kron"
+    ):
         first + second
 
 

@@ -215,12 +215,15 @@ def test_a_refusal_names_what_fits_and_that_does_fit(monkeypatch: pytest.MonkeyP
     message = str(caught.value)
     found = re.fullmatch(
         r"structure='dense' of 10,270 parameters needs 2\.\d GiB on cpu, and 200\.0 MiB are available; what fits is "
-        r"structure='(auto)', which takes kron \(0\) and block \(the rest\) \([\d.]+ MiB\) or last_layers=(\d) with structure='dense'\.",
+        r"structure='(auto)', which takes kron \(0\) and block \(the rest\) \([\d.]+ MiB\) or last_layers=(\d) with "
+        r"structure='dense'\.",
         message,
     )
     assert found is not None, message
     other, layers = found.group(1), int(found.group(2))
-    with pytest.warns(errbar.StructureNotice, match=r"'auto' chose kron \(0\) and block \(the rest\), which is not exact"):
+    with pytest.warns(
+        errbar.StructureNotice, match=r"'auto' chose kron \(0\) and block \(the rest\), which is not exact"
+    ):
         assert errbar.fit(model, [x], last_layers=3, structure=other).information.structure == "0=kron,*=block"
     errbar.fit(model, [x], last_layers=layers)
     with pytest.raises(errbar.SizeError, match="structure='dense'"):

@@ -79,7 +79,9 @@ class Mixture:
         used: set[str] = set()
         missing = []
         for name in names:
-            fitting = [name[:n] for n in lengths if name[:n] in keys and name[n : n + 1] in ("", ".") and n <= len(name)]
+            fitting = [
+                name[:n] for n in lengths if name[:n] in keys and name[n : n + 1] in ("", ".") and n <= len(name)
+            ]
             used.update(fitting)
             key = fitting[0] if fitting else REST
             if key in keys:

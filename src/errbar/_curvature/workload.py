@@ -125,7 +125,6 @@ class Workload:
         terms = tuple(term for term in self.terms if term.module == module)
         return replace(self, modules=((module, size),), tensors=(size,), terms=terms)
 
-
     def of_names(self, names: Collection[str]) -> Workload:
         """The part of some of the tensors, as one of the parts of a mixed structure."""
         sizes = {name: size for name, size in zip(self.names, self.tensors, strict=True) if name in names}

@@ -61,21 +61,25 @@ def task_description(task: Task) -> Description:
     scores = {} if task.scores is None else {"scores": asdict(task.scores)}
     plans = [route_description(part.route) | {"rank": part.rank} for part in task.parts]
     parts = {"parts": plans} if plans else {}
-    return scores | parts | {
-        "weights": task.network.fingerprint,
-        "dtype": _name(task.network.dtype),
-        "precision": task.precision,
-        "structure": task.structure,
-        "fisher": task.fisher,
-        "n_classes": task.n_classes,
-        "output": _saved_output(task.network.output),
-        "unpack": task.batch_form,
-        "parameters": [
-            {"name": name, "shape": list(shape)}
-            for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
-        ],
-        "plan": route_description(task.route) | {"rank": task.rank},
-    }
+    return (
+        scores
+        | parts
+        | {
+            "weights": task.network.fingerprint,
+            "dtype": _name(task.network.dtype),
+            "precision": task.precision,
+            "structure": task.structure,
+            "fisher": task.fisher,
+            "n_classes": task.n_classes,
+            "output": _saved_output(task.network.output),
+            "unpack": task.batch_form,
+            "parameters": [
+                {"name": name, "shape": list(shape)}
+                for name, shape in zip(task.selection.names, task.selection.shapes, strict=True)
+            ],
+            "plan": route_description(task.route) | {"rank": task.rank},
+        }
+    )
 
 
 def read_task(fields: Fields) -> Task:
