@@ -349,7 +349,8 @@ def test_a_refusal_names_what_fits_and_that_does_fit(monkeypatch: pytest.MonkeyP
     message = str(caught.value)
     found = re.fullmatch(
         r"structure='dense' of 10,270 parameters needs 2\.\d GiB on cpu, and 200\.0 MiB are available; what fits is "
-        r"structure='(auto)', which takes kron \(0\) and block \(the rest\) \([\d.]+ MiB\) or last_layers=(\d) with structure='dense'\.",
+        r"structure='(auto)', which takes kron \(0\) and block \(the rest\) \([\d.]+ MiB\) or last_layers=(\d) with "
+        r"structure='dense'\.",
         message,
     )
     assert found is not None, message

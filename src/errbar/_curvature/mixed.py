@@ -10,7 +10,7 @@ from the samples, and are the same for all parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -138,7 +138,7 @@ class MixedFactor(Refactorised):
     @property
     def jitter(self) -> float:
         """The largest jitter that any part needed."""
-        return max(factor.jitter for factor in self.factors)
+        return max(float(factor.jitter) for factor in self.factors)
 
     @property
     def covariance(self) -> Float[Tensor, "n n"]:
@@ -177,7 +177,7 @@ class MixedFactor(Refactorised):
 
     def rounding_share(self, prior_precision: Float[Tensor, "n"]) -> float:
         pairs = zip(self.spans, self.factors, strict=True)
-        return max(factor.rounding_share(own.take(prior_precision)) for own, factor in pairs)
+        return max(float(factor.rounding_share(own.take(prior_precision))) for own, factor in pairs)
 
     def to(self, device: torch.device) -> MixedFactor:
         return MixedFactor(self.spans, tuple(factor.to(device) for factor in self.factors))
@@ -204,7 +204,8 @@ class MixedAccumulator:
         self.spans, self.parts = spans, parts
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
-        return [part.add_batch(batch) for part in self.parts][0]
+        logits = [part.add_batch(batch) for part in self.parts]
+        return logits[0]
 
     def finish(self) -> MixedSum:
         return MixedSum(self.spans, tuple(part.finish() for part in self.parts))
@@ -240,9 +241,7 @@ class MixedStructure(Structure):
     def gaussians(self, task: Task, factor: MixedFactor, batch: Batch) -> Iterator[LogitGaussian]:
         """N(ĝ, P^g), P^g = Σ_p J_p P_p J_pᵀ."""
         for piece in batch.parts(_inputs_at_a_time(task.n_classes)):
-            yield self._summed(
-                task, factor, lambda structure, part, own, few=piece: structure.gaussians(part, own, few)
-            )
+            yield self._summed(task, factor, piece)
 
     def gaussians_of_each(
         self, task: Task, factors: Sequence[Any], batch: Batch
@@ -252,9 +251,7 @@ class MixedStructure(Structure):
 
     def top_gaussians(self, task: Task, factor: MixedFactor, batch: Batch, top: int) -> Iterator[LogitGaussian]:
         for piece in batch.parts(_inputs_at_a_time(top)):
-            whole = self._summed(
-                task, factor, lambda structure, part, own, few=piece: structure.top_gaussians(part, own, few, top)
-            )
+            whole = self._summed(task, factor, piece, top)
             if whole.classes is not None:
                 yield whole
                 continue
@@ -262,15 +259,16 @@ class MixedStructure(Structure):
             for gaussian in self.gaussians(task, factor, piece):
                 yield gaussian.of_classes(TopClasses(top).classes(gaussian.mean))
 
-    def _summed(
-        self, task: Task, factor: MixedFactor, of_part: Callable[[Structure, Task, Any], Iterator[LogitGaussian]]
-    ) -> LogitGaussian:
-        """The sum of independent logits with the same mean; `classes` is None where the parts have different ones."""
+    def _summed(self, task: Task, factor: MixedFactor, batch: Batch, top: int | None = None) -> LogitGaussian:
+        """The sum of independent deviations from one mean; `classes` is None where the parts have different ones."""
         first: LogitGaussian | None = None
         total: Tensor | None = None
         classes: Tensor | None = None
         for (structure, part), own in zip(self._of(task), factor.factors, strict=True):
-            gaussian = LogitGaussian.concatenated(list(of_part(structure, part, own)))
+            if top is None:
+                gaussian = LogitGaussian.concatenated(list(structure.gaussians(part, own, batch)))
+            else:
+                gaussian = LogitGaussian.concatenated(list(structure.top_gaussians(part, own, batch, top)))
             if first is None or total is None:
                 first, total, classes = gaussian, gaussian.covariance, gaussian.classes
                 continue

@@ -8,8 +8,8 @@
 | lowrank | up to a stated bound | all parameters, in k directions | k n |
 | diag | no | nothing | n |
 
-One for each part of the parameters is a mixture of them (`_curvature.mixed`), exact where its parts are; `auto` tries
-one after `block`. For a last layer alone with the `eta` Fisher, `dense` is exact with one matrix for each class (`_curvature.per_class`).
+For a last layer alone with the `eta` Fisher, `dense` is exact with one matrix for each class (`_curvature.per_class`).
+Several of them, each for some of the parameters, are a mixture (`_curvature.mixed`); `auto` tries one after `block`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The mixture that `structure="auto"` takes where neither `dense` nor `block` fits: `block` for some, `kron` for others.
+"""The mixture of `block` and `kron` that `structure="auto"` takes where neither `dense` nor `block` fits.
 
 Modules are exact from the smallest on (norms, biases, small heads), as many as fit into memory and do not take longer
 than the passes through the network, which any structure needs; those that remain, wide linear layers and convolutions,
