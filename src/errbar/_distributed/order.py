@@ -17,7 +17,6 @@ import hashlib
 import heapq
 import io
 import tempfile
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -236,7 +235,12 @@ def used_in_order(
     with closing(results):
         columns = _joined(results, share, team, folder)
         with closing(columns):
-            return team.together(lambda: use(columns) if team.leads else deque(columns, maxlen=0) and None)
+            return team.together(lambda: use(columns) if team.leads else _exhausted(columns))
+
+
+def _exhausted(columns: Iterator[Columns]) -> None:
+    for _ in columns:
+        raise AssertionError("only the first rank is given columns")
 
 
 def concatenated(rows: Iterable[Columns]) -> dict[str, Tensor]:
