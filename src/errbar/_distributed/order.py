@@ -231,11 +231,17 @@ def used_in_order(
     Several ranks compute everything before `use` begins. Parts that are too large for the memory wait in `folder`, if
     this machine has it.
     """
+    is_here = folder is not None and folder.is_dir()
     # Closed here, so that a mistake ends the progress line before it is told.
-    with closing(results):
-        columns = _joined(results, share, team, folder)
-        with closing(columns):
-            return team.together(lambda: use(columns) if team.leads else _exhausted(columns))
+    with closing(results), tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=folder if is_here else None) as file:
+        columns = _joined(results, share, team, file)
+
+        def step() -> Result | None:
+            # Closed within the step: that tells the others that nothing more will be asked for.
+            with closing(columns):
+                return use(columns) if team.leads else _exhausted(columns)
+
+        return team.together(step)
 
 
 def _exhausted(columns: Iterator[Columns]) -> None:
@@ -257,11 +263,11 @@ def concatenated(rows: Iterable[Columns]) -> dict[str, Tensor]:
 
 
 def _joined(
-    results: Generator[tuple[Place, Columns], None, None], share: Share, team: Team, folder: Path | None
+    results: Generator[tuple[Place, Columns], None, None], share: Share, team: Team, file: Any
 ) -> Generator[Columns, None, None]:
     if team.is_alone:
         return (columns for _, columns in results)
-    part = team.together(lambda: _Part.of(results, folder))
+    part = team.together(lambda: _Part.of(results, file))
     share.check()
     if not team.leads:
         return _given(part, team)
@@ -278,9 +284,8 @@ class _Part:
         self.sizes: list[int] = []
 
     @classmethod
-    def of(cls, results: Iterable[tuple[Place, Columns]], folder: Path | None) -> _Part:
-        is_here = folder is not None and folder.is_dir()
-        file: Any = tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=folder if is_here else None)  # noqa: SIM115
+    def of(cls, results: Iterable[tuple[Place, Columns]], file: IO[bytes]) -> _Part:
+        """All results, computed now and kept in the file."""
         part = cls(file)
         block: list[tuple[Place, dict[str, Any]]] = []
         size = 0
