@@ -316,8 +316,8 @@ def test_a_mistake_of_two_processes_is_told_once(files: Workspace, tmp_path: Pat
 
 @pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_in_several_processes(files: Workspace, tmp_path: Path) -> None:
-    output = tmp_path / "out.csv"
-    result = torchrun(2, *ERRBAR, "predict", "posterior.safetensors", "data.npz", *MODEL, "-o", str(output))
+    output = tmp_path / "out.onnx"
+    result = torchrun(2, *ERRBAR, "export", "posterior.safetensors", "data.npz", *MODEL, "-o", str(output))
     assert result.returncode == 1
-    assert "errbar: errbar predict was started 2 times by torchrun" in result.stderr
+    assert "errbar: errbar export was started 2 times by torchrun; expected one process" in result.stderr
     assert not output.exists()

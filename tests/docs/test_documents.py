@@ -48,6 +48,7 @@ def test_the_commands_of_the_readme_run_in_an_empty_folder(tmp_path: Path) -> No
     assert run.returncode == 0, run.stderr
     assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 897
     assert (folder / "both.safetensors").exists()
+    assert len((folder / "together.csv").read_text().splitlines()) == 1 + 897
 
 
 def test_every_test_that_the_equations_name_exists() -> None:

@@ -39,7 +39,7 @@ from errbar._distributed.team import Team
 from errbar._model.batch import Batch, Form, Unpack, batches, count_batches
 from errbar.errors import DataError
 
-_WHOLE, _SAMPLED, _OWN = "a whole data set", "a DistributedSampler", "its own batches"
+WHOLE, OWN, _SAMPLED = "a whole data set", "its own batches", "a DistributedSampler"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,8 @@ def opened(
         shard = _shard_of(data, team)
         stream = stream_of(shard.data, unpack, title=title, progress=progress and team.leads)
         first = next(stream, None)
-        if shard.kind == _OWN:
-            shard = Shard(data, _OWN, () if first is None else (digest_of((first.args, first.kwargs)),))
+        if shard.kind == OWN:
+            shard = Shard(data, OWN, () if first is None else (digest_of((first.args, first.kwargs)),))
         return chain([] if first is None else [first], stream), shard
 
     stream, shard = team.together(begin)
@@ -123,7 +123,7 @@ def require_one_division(claims: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
                 "ranks: the whole Dataset on each, or the rank's own batches, which may be none (an empty list)."
             )
     facts_of_ranks = [facts for _, facts in claims]
-    if kinds[0] == _WHOLE:
+    if kinds[0] == WHOLE:
         _require_one_whole(facts_of_ranks)
     elif kinds[0] == _SAMPLED:
         _require_fitting_samplers(facts_of_ranks)
@@ -190,19 +190,19 @@ def stream_of(data: Any, unpack: Unpack | None, *, title: str, progress: bool) -
 
 def _without_padding(data: Any) -> Any:
     """A loader with a DistributedSampler without its padding; other data as they are."""
-    sampler = _sampler_of(data)
-    return data if not _is_distributed(sampler) else _sampled(data, sampler).data
+    sampler = sampler_of(data)
+    return data if not is_distributed(sampler) else _sampled(data, sampler).data
 
 
 def _shard_of(data: Any, team: Team) -> Shard:
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        length = _length(data)
+        length = length_of(data)
         part = _part(range(length), team)
-        return Shard(Subset(data, part) if part else [], _WHOLE, (length, digest_of([data[0]]) if length else None))
-    sampler = _sampler_of(data)
+        return Shard(Subset(data, part) if part else [], WHOLE, (length, digest_of([data[0]]) if length else None))
+    sampler = sampler_of(data)
     if sampler is None:
-        return Shard(data, _OWN)
-    if _is_distributed(sampler):
+        return Shard(data, OWN)
+    if is_distributed(sampler):
         return _sampled(data, sampler)
     kind = type(sampler)
     if kind is WeightedRandomSampler or (kind is RandomSampler and _draws_anew(sampler)):
@@ -214,10 +214,10 @@ def _shard_of(data: Any, team: Team) -> Shard:
         return _divided(data, list(sampler.indices), team)
     if kind in (SequentialSampler, RandomSampler):
         return _divided(data, range(len(sampler)), team)
-    return Shard(data, _OWN)
+    return Shard(data, OWN)
 
 
-def _sampler_of(data: Any) -> Any:
+def sampler_of(data: Any) -> Any:
     """The sampler of a DataLoader that reads a map-style data set in plain batches; None for all other data."""
     if not isinstance(data, DataLoader) or type(data).__iter__ is not DataLoader.__iter__:
         return None
@@ -228,7 +228,7 @@ def _sampler_of(data: Any) -> Any:
     return data.batch_sampler.sampler if type(data.batch_sampler) is BatchSampler else None
 
 
-def _is_distributed(sampler: Any) -> bool:
+def is_distributed(sampler: Any) -> bool:
     """Whether it divides the data in the way of torch; a subclass may do anything."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
@@ -252,7 +252,7 @@ def _sampled(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Shard
             remaining_count -= len(part)
     settings = f"num_replicas={sampler.num_replicas}, seed={sampler.seed}, epoch={sampler.epoch}, "
     settings += f"shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, {length} samples"
-    return Shard(_reloaded(loader, index_batches), _SAMPLED, (sampler.rank, sampler.num_replicas, settings))
+    return Shard(reloaded(loader, index_batches), _SAMPLED, (sampler.rank, sampler.num_replicas, settings))
 
 
 def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Shard:
@@ -268,10 +268,10 @@ def _divided(loader: DataLoader[Any], indices: Sequence[int], team: Team) -> Sha
     index_batches = (
         [part[start : start + size] for start in range(0, len(part), size)] if sampler is not None else [part]
     )
-    return Shard(_reloaded(loader, index_batches), _WHOLE, (len(indices), digest))
+    return Shard(reloaded(loader, index_batches), WHOLE, (len(indices), digest))
 
 
-def _reloaded(loader: DataLoader[Any], index_batches: list[list[int]]) -> Any:
+def reloaded(loader: DataLoader[Any], index_batches: list[list[int]]) -> Any:
     """The same loader for these batches of samples; one without batches of its own reads them one by one."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["generator", "prefetch_factor"]
@@ -288,7 +288,7 @@ def _part(indices: Sequence[int], team: Team) -> Sequence[int]:
     return indices[count * team.rank // team.size : count * (team.rank + 1) // team.size]
 
 
-def _length(data: Any) -> int:
+def length_of(data: Any) -> int:
     try:
         return len(data)
     except TypeError as error:

@@ -275,7 +275,9 @@ def kept_unpack(unpack: Unpack | None, form: Form | None) -> KeptUnpack | None:
 
 
 def to_batch(value: Any, unpack: Unpack | None = None) -> Batch:
-    """One batch in whatever form a loader yields it."""
+    """One batch in whatever form a loader yields it; one that has been read is itself."""
+    if isinstance(value, Batch):
+        return value
     form = form_of(value)
     if unpack is not None:
         return _unpacked(value, unpack, form)

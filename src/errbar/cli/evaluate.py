@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ from errbar.cli import options
 from errbar.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from errbar._distributed.order import Columns, Place
     from errbar.cli.inputs import Source
     from errbar.cli.posteriors import Loaded
     from errbar.cli.session import Session
@@ -52,22 +53,25 @@ def evaluate(
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.posteriors import PosteriorRequest
-    from errbar.cli.predictions import tracked_batches
     from errbar.cli.session import session
-    from errbar.report.observing import observe
-    from errbar.report.scoring import variants
 
-    with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
-        pictures = _required(report, outliers, shape, force)
-        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
-        source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
-        second = None
-        if outliers is not None:
-            second = DataRequest(outliers, batch_size, transform, image_size).open(NEW, None, labelled=False)
-        _try(loaded, [source, *([second] if second is not None else [])], pictures)
+    with session("evaluate", as_json=as_json, progress=progress, device=device, ranks=True) as here:
+
+        def prepared() -> tuple[tuple[int, int, int] | None, Loaded, Source, Source | None]:
+            pictures = _required(report, outliers, shape, force, here.team.size)
+            loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+            source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
+            second = None
+            if outliers is not None:
+                second = DataRequest(outliers, batch_size, transform, image_size).open(NEW, None, labelled=False)
+            _try(loaded, [source, *([second] if second is not None else [])], pictures)
+            return pictures, loaded, source, second
+
+        pictures, loaded, source, second = here.together(prepared)
         if report is None:
-            observations = observe(loaded.posterior, tracked_batches(source, here), samples, seed)
-            scores = variants(observations, bins, seed)
+            scores = _scored(here, loaded.posterior, source, samples, bins, seed)
+            if scores is None:
+                return
             inputs = sum(bin_.count for bin_ in scores[0].diagram)
         else:
             page = pages.assess(
@@ -90,7 +94,33 @@ def evaluate(
         _answer(here, loaded, scores, inputs, bins, report)
 
 
-def _required(report: Path | None, outliers: str | None, shape: str | None, force: bool) -> tuple[int, int, int] | None:
+def _scored(
+    here: Session, posterior: errbar.Posterior, source: Source, samples: int, bins: int, seed: int
+) -> tuple[Variant, ...] | None:
+    """The scores on all data; None on all ranks but the first."""
+    from errbar._distributed.order import concatenated, share_of, used_in_order
+    from errbar.report.observing import Observation, observe
+    from errbar.report.scoring import variants
+
+    posterior.require_ready(here.team)
+    share = share_of(here.together(source.loader), here.team, title="Predicting", progress=here.progress)
+
+    def results() -> Generator[tuple[Place, Columns], None, None]:
+        for placed in share.stream:
+            part = observe(posterior, [placed.batch], samples, seed)
+            yield placed.place, {**part.pmfs, "labels": part.labels}
+
+    def score(rows: Iterator[Columns]) -> tuple[Variant, ...]:
+        pmfs = concatenated(rows)
+        labels = pmfs.pop("labels")
+        return variants(Observation(pmfs, labels), bins, seed)
+
+    return used_in_order(score, results(), share, here.team)
+
+
+def _required(
+    report: Path | None, outliers: str | None, shape: str | None, force: bool, processes: int
+) -> tuple[int, int, int] | None:
     """Refuse a report that could not be written before anything is computed; the shape of its pictures, if given."""
     from errbar.cli.output import require_new
     from errbar.report.pictures import picture_shape
@@ -100,6 +130,11 @@ def _required(report: Path | None, outliers: str | None, shape: str | None, forc
             if value is not None:
                 raise ArgumentError(f"{option} is for the report; expected --report FILE with it.")
         return None
+    if processes > 1:
+        raise ArgumentError(
+            f"errbar evaluate --report was started {processes} times by torchrun; expected one process, because the "
+            "page looks at all inputs together. Leave torchrun out, or --report: the scores are the same."
+        )
     if report.suffix.lower() not in (".html", ".htm"):
         raise ArgumentError(f"The report {report} ends in {report.suffix!r}; expected .html.")
     require_new(report, force)

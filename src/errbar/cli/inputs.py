@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from errbar._model.batch import Batch, batches, to_batch
+from errbar._model.batch import Batch, batches
 from errbar.cli.images import ImageRows, image_size
 from errbar.cli.rows import ArrayRows, ParquetRows, Rows, Transform, label_numbers, read_arrays
 from errbar.cli.user_code import called, named
@@ -56,32 +56,6 @@ class Source:
 def _as_it_is(batch: Any) -> Any:
     """Rows come as batches already."""
     return batch
-
-
-class Recorded:
-    """A loader that keeps the labels that pass, and the number of inputs without them."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.labels: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for value in self.loader:
-            batch = to_batch(value)
-            self.labels += [None] * len(batch) if batch.labels is None else _flat(batch.labels)
-            yield value
-
-
-def _flat(labels: Any) -> list[Any]:
-    """Labels one by one; those of two classes may be a column. What they should be is checked where they are used."""
-    try:
-        flat: list[Any] = torch.as_tensor(labels).reshape(-1).tolist()
-    except (TypeError, ValueError, RuntimeError):
-        return list(labels) if isinstance(labels, Sequence) else [labels]
-    return flat
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
-import errbar
 from errbar.cli import options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from errbar._distributed.order import Columns, Place
+    from errbar.cli.inputs import Source
+    from errbar.cli.posteriors import Loaded
 
 
 def predict(
@@ -27,22 +34,37 @@ def predict(
     progress: options.Progress = True,
 ) -> None:
     """Write PMF, standard deviations, risk and mutual information of each input. Takes the memory of one batch."""
+    from errbar._distributed.order import share_of, used_in_order
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import PosteriorRequest
-    from errbar.cli.predictions import PredictionColumns, thresholds_of, tracked_batches, write_predictions
+    from errbar.cli.predictions import PredictionColumns, thresholds_of, written
     from errbar.cli.session import session
 
-    with session("predict", as_json=as_json, progress=progress, device=device) as here:
-        require_new(output, force)
-        require_format(output)
-        thresholds = thresholds_of(risk)
-        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
-        source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes, labelled=False)
+    with session("predict", as_json=as_json, progress=progress, device=device, ranks=True) as here:
 
-        def predictions() -> Generator[errbar.Prediction, None, None]:
-            for batch in tracked_batches(source, here):
-                yield loaded.posterior.predict(batch, samples, seed)
+        def prepared() -> tuple[dict[str, float | Tensor], Loaded, Source]:
+            if here.team.leads:
+                require_new(output, force)
+                require_format(output)
+            thresholds = thresholds_of(risk)
+            loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+            request = DataRequest(data, batch_size, transform, image_size)
+            return thresholds, loaded, request.open(NEW, loaded.classes, labelled=False)
 
+        thresholds, loaded, source = here.together(prepared)
+        loaded.posterior.require_ready(here.team)
         columns = PredictionColumns(loaded.classes, thresholds, covariance)
-        write_predictions(here, output, predictions(), source, columns)
+        share = share_of(here.together(source.loader), here.team, title="Predicting", progress=here.progress)
+
+        def results() -> Generator[tuple[Place, Columns], None, None]:
+            for placed in share.stream:
+                prediction = loaded.posterior.predict(placed.batch, samples, seed)
+                names = None if placed.first is None else source.names(placed.first, len(prediction))
+                yield placed.place, columns.of(prediction, names)
+
+        facts = used_in_order(
+            lambda rows: written(output, rows, source, loaded.classes), results(), share, here.team, output.parent
+        )
+        if facts is not None:
+            here.answer(facts)

@@ -29,9 +29,10 @@ class PredictionColumns:
     thresholds: dict[str, float | Tensor]
     covariance: bool
 
-    def of(self, prediction: errbar.Prediction, names: Sequence[int | str]) -> Columns:
-        """The columns of one batch, whose inputs have these names."""
-        columns: dict[str, Tensor | Sequence[Any]] = {"input": names, "label": prediction.label}
+    def of(self, prediction: errbar.Prediction, names: Sequence[int | str] | None = None) -> Columns:
+        """The columns of one batch, with the names of its inputs if they are known."""
+        columns: dict[str, Tensor | Sequence[Any]] = {} if names is None else {"input": names}
+        columns["label"] = prediction.label
         if self.classes is not None:
             columns["class"] = [self.classes[label] for label in prediction.label.tolist()]
         columns |= {
@@ -55,25 +56,37 @@ def write_predictions(
     columns: PredictionColumns,
 ) -> None:
     """Write what comes, and say how much it was."""
-    count, confidence, information = 0, 0.0, 0.0
-    # Closed here, so that a mistake ends the progress line before it is told.
-    with closing(predictions), writing(output, columns.classes) as writer:
+
+    def rows() -> Iterator[Columns]:
         for prediction in predictions:
-            writer.add(columns.of(prediction, source.names(count, len(prediction))))
-            count += len(prediction)
-            confidence += float(prediction.confidence.sum())
-            information += float(prediction.mutual_information.sum())
+            yield columns.of(prediction)
+
+    # Closed here, so that a mistake ends the progress line before it is told.
+    with closing(predictions):
+        facts = written(output, rows(), source, columns.classes)
+    here.answer(facts)
+
+
+def written(output: Path, rows: Iterator[Columns], source: Source, classes: tuple[str, ...] | None) -> dict[str, Any]:
+    """Write the columns of one batch after the other; what to say about them."""
+    count, confidence, information = 0, 0.0, 0.0
+    with writing(output, classes) as writer:
+        for columns in rows:
+            size = len(columns["label"])
+            # Inputs are named here where the rank that read them could not know how many came before.
+            writer.add(columns if "input" in columns else {"input": source.names(count, size), **columns})
+            count += size
+            confidence += float(torch.as_tensor(columns["confidence"]).sum())
+            information += float(torch.as_tensor(columns["mutual_information"]).sum())
         if not count:
             raise DataError(f"The data {source.where} are empty: expected at least one batch.")
-    here.answer(
-        {
-            "output": output,
-            "inputs": count,
-            "mean_confidence": confidence / count,
-            "mean_mutual_information": information / count,
-            "bytes": output.stat().st_size,
-        }
-    )
+    return {
+        "output": output,
+        "inputs": count,
+        "mean_confidence": confidence / count,
+        "mean_mutual_information": information / count,
+        "bytes": output.stat().st_size,
+    }
 
 
 def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:

@@ -90,7 +90,7 @@ def session(
         if not team.is_alone and not ranks:
             raise ArgumentError(
                 f"errbar {command} was started {team.size} times by torchrun; expected one process. fit, calibrate, "
-                "update and forget share their work, this does not."
+                "predict, evaluate, outliers, update and forget share their work, this does not."
             )
         here = Session(command, as_json, progress and not as_json, where, team, out)
         # Warnings of the library are for the user, deprecations in what it depends on are not.
