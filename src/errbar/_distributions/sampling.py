@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base.checks import whole_number
@@ -46,8 +46,8 @@ class SamplingRoot:
 
     `values` hold A itself; or √v, where A is diagonal; or √w, where A = Q diag(√w) R with one `basis` Q and one
     `rotation` R (the identity unless given) for all inputs: R goes to the draws then, once. Where draws of the logits
-    are `kept`, `values` are d of these and A = values/√d: up to d random samples are the kept ones, which `draws`
-    then gives by their numbers; more, or others, are A z.
+    are `kept`, `values` are d of these and A = values/√d: up to d random samples are the first of the kept ones, which
+    need no numbers, so that their draws are (0, K); more, or others, are A z.
     """
 
     values: Float[Tensor, "B M d"] | Float[Tensor, "B d"]
@@ -60,22 +60,20 @@ class SamplingRoot:
         """The rows of several of one posterior, which share `basis` and `rotation`."""
         return replace(parts[0], values=torch.cat([part.values for part in parts]))
 
-    def draws(
-        self, samples: int, seed: int, like: Tensor, draws: str = "random"
-    ) -> Float[Tensor, "d K"] | Int[Tensor, "1 K"]:
-        """R z of K draws, or the numbers of K draws that are kept, as `spread` takes them."""
+    def draws(self, samples: int, seed: int, like: Tensor, draws: str = "random") -> Float[Tensor, "d K"]:
+        """R z of K draws, as `spread` takes them."""
         if self.kept and draws == "random" and samples <= self.values.shape[-1]:
-            return torch.arange(samples, device=like.device)[None]
+            return like.new_empty(0, samples)
         return self.rotated(standard_normal(samples, self.values.shape[-1], seed, like, draws).T)
 
     def rotated(self, normal: Float[Tensor, "d K"]) -> Float[Tensor, "d K"]:
         return (normal if self.rotation is None else self.rotation.to(normal.dtype) @ normal).contiguous()
 
-    def spread(self, rows: slice, draws: Float[Tensor, "d K"] | Int[Tensor, "1 K"]) -> Float[Tensor, "b M K"]:
+    def spread(self, rows: slice, draws: Float[Tensor, "d K"]) -> Float[Tensor, "b M K"]:
         """A z of some rows; a new tensor, which the caller may change."""
         values = self.values[rows]
-        if not draws.is_floating_point():
-            return values.index_select(2, draws[0])
+        if self.kept and not len(draws):
+            return values[:, :, : draws.shape[1]].clone(memory_format=torch.contiguous_format)
         if self.kept:
             draws = draws / math.sqrt(values.shape[2])
         if values.ndim == 3:
@@ -156,7 +154,7 @@ class GaussianSampler:
 
     mean: Float[Tensor, "B M"]
     root: SamplingRoot
-    normal: Float[Tensor, "d K"] | Int[Tensor, "1 K"]
+    normal: Float[Tensor, "d K"]
     draws: str
     seed: int
 
