@@ -148,8 +148,8 @@ def plan(
         memory: bytes that a fit may take; by default nine tenths of what is available.
         last_layers: plan for these parameters alone; as in `collect`.
         parameters: plan for these parameters alone; as in `collect`.
-        structure: plan for this structure alone, a name or a mixture as in `collect`; of the usual parameters, those that
-            a mixture divides. Without it, the mixture of "auto" is planned where neither "dense" nor "block" fits.
+        structure: plan for this structure alone, a name or a mixture as in `collect`; of the usual parameters, those
+            that a mixture divides. Without it, the mixture of "auto" is planned where neither "dense" nor "block" fits.
         fisher: as in `collect`.
         rank: as in `collect`.
         precision: as in `collect`.

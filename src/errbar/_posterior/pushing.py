@@ -25,6 +25,10 @@ from errbar.errors import ArgumentError
 
 # Outputs as large as the widest that are held at a time: of a layer, of its tangent, and of what they are made from.
 _LIVE_OUTPUTS = 6
+# Up to so many classes P^g of an input is small, and all samples are taken.
+FEW_CLASSES = 100
+# With more: numbers in the draws of the logits of one input that are kept, and the least number of draws.
+_KEPT_NUMBERS, _LEAST_DRAWS = 100_000, 100
 # Activations of one input and direction, where no pass has told what they take: a guess on the safe side.
 _UNKNOWN_ACTIVATIONS = 2**24
 
@@ -32,10 +36,20 @@ _UNKNOWN_ACTIVATIONS = 2**24
 _SPREAD_DRAWS = 64
 
 
-def pushing_is_cheaper(task: Task, samples: int) -> bool:
-    """Whether K draws pushed forward take less time than P^g, which takes a backward pass for each class.
+def affordable_draws(classes: int, samples: int) -> int:
+    """How many of so many samples to keep of the logits of each input, where those of many inputs are held at a time.
 
-    Not where all that is selected is a layer that returns the logits: there P^g takes no backward pass at all.
+    All of them for up to 100 classes; of M classes 100,000/M, and at least 100: the Monte Carlo error of a probability
+    f is then √(f (1 − f)/100) at most, and that of a mean over many inputs far below.
+    """
+    return samples if classes <= FEW_CLASSES else min(samples, max(_LEAST_DRAWS, _KEPT_NUMBERS // classes))
+
+
+def keeps_draws(task: Task, samples: int) -> bool:
+    """Whether K draws, pushed forward, take the place of P^g: where they take less time.
+
+    P^g takes a backward pass for each class. Not where all that is selected is a layer that returns the logits: there
+    P^g takes no backward pass at all.
     """
     return draws_are_quicker(task.n_classes, samples) and not all(_takes_no_pass(route) for route in task.routes)
 
@@ -45,6 +59,22 @@ def _takes_no_pass(route: Route | None) -> bool:
         return False
     by_layer = route.by_layer
     return route.identity or (by_layer is not None and not by_layer.outer_size and not len(by_layer.rest_spans))
+
+
+def pushed_draws(task: Task, samples: int) -> int:
+    """How many samples to take of each of many inputs: all of them by P^g, as many as are affordable by draws."""
+    few = affordable_draws(task.n_classes, samples)
+    return few if keeps_draws(task, few) else samples
+
+
+def require_room(inputs: int, held: int, classes: int, samples: int, like: Tensor) -> None:
+    """Refuse draws of the logits of more inputs than memory holds, beside a copy of those `held` so far."""
+    require_memory(
+        (held + 2 * inputs) * classes * samples * like.element_size(),
+        like.device,
+        what=f"Holding {samples:,} draws of {classes:,} logits for {held + inputs:,} inputs",
+        instead="Use fewer inputs, or fewer samples.",
+    )
 
 
 def require_top(top: object, classes: int) -> int:
@@ -75,17 +105,6 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
         first += len(pushed)
     assert deviations is not None
     return deviations
-
-
-def contrast_variance_of(deviations: Float[Tensor, "B M K"]) -> Float[Tensor, "B"]:
-    """The mean variance of the M−1 contrasts, (1/K) Σ_k |d⁽ᵏ⁾ − its mean over the classes|²/(M−1); E d = 0 is known."""
-    count = deviations.shape[2]
-    squares = sum(
-        (part - part.mean(1, keepdim=True)).square().sum((1, 2), dtype=torch.float64)
-        for part in deviations.split(_SPREAD_DRAWS, 2)
-    )
-    assert isinstance(squares, Tensor)
-    return squares / (count * (deviations.shape[1] - 1))
 
 
 def _draws_at_a_time(task: Task, size: int) -> int:
