@@ -31,6 +31,7 @@ from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import SamplingRoot, require_samples
 from errbar._model.batch import Batch, Unpack, checked_labels
+from errbar._operations.overlap import Overlap
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
 
@@ -219,8 +220,10 @@ class _HeldOut:
 
 def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team) -> _HeldOut:
     """The held-out inputs of all ranks, in the order of ranks, on every rank. A collective call."""
-    stream = opened(data, unpack, team, title="Calibrating", progress=progress)
+    overlap = Overlap(posterior.information)
+    stream = overlap.watching(opened(data, unpack, team, title="Calibrating", progress=progress))
     own = team.together(lambda: _read(posterior, stream))
+    overlap.warn(team, stacklevel=3)
     has_data = team.exchange(own is not None)
     if not any(has_data):
         raise DataError("The data for calibration are empty: expected at least one batch.")

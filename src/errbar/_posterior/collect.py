@@ -9,8 +9,9 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from errbar._model.network import Network, Output, require_finite_logits
 from errbar._model.selection import require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
 from errbar._posterior.information import Information
+from errbar._posterior.seen import Seen, SeenSoFar
 from errbar.errors import DataError
 
 DEFAULT_EVERY = 100
@@ -107,19 +109,27 @@ def collect(
         checkpoint=checkpoint,
         every=every,
     )
+    return collected(request, data, group=group, progress=progress)[0]
+
+
+def collected(
+    request: Request, data: Any, *, group: Any, progress: bool, stacklevel: int = 3
+) -> tuple[Information, Batch | None]:
+    """The information of all ranks, and the first batch that this rank read, if it read any."""
     team = team_of(group)
+    first: Batch | None
     if team.is_alone:
-        information = _collect_alone(request, data, progress=progress)
+        information, first = _collect_alone(request, data, progress=progress)
     else:
-        information = _collect_over(team, request, data, progress=progress)
+        information, first = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
         warnings.warn(
             "The data hold no information at all: the model is so certain of every sample that Λ = diag f − f fᵀ "
             "is exactly zero, and the posterior is the prior. Check that the model returns logits of a sensible size.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
-    return information
+    return information, first
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +198,7 @@ class Request:
         return replace(task, rank=structure.rank(self.rank), route=route)
 
 
-def _collect_alone(request: Request, data: Any, *, progress: bool) -> Information:
+def _collect_alone(request: Request, data: Any, *, progress: bool) -> tuple[Information, Batch]:
     file, network = request.checked()
     stream = stream_of(data, request.unpack, title=_TITLE, progress=progress)
     first = next(stream, None)
@@ -196,7 +206,9 @@ def _collect_alone(request: Request, data: Any, *, progress: bool) -> Informatio
         raise DataError("The data are empty: expected at least one batch.")
     task = request.routed(*request.task(network, first, len(first)))
     whole = chain([first], stream)
-    return accumulate(task, whole) if file is None else _accumulate_in_parts(task, whole, file, request.every)
+    if file is None:
+        return accumulate(task, whole), first
+    return _accumulate_in_parts(task, whole, file, request.every), first
 
 
 def _accumulate_in_parts(
@@ -214,7 +226,7 @@ def _accumulate_in_parts(
     return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
 
 
-def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> Information:
+def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> tuple[Information, Batch | None]:
     """The same by several ranks, which agree after each step. A collective call."""
     file, network = team.together(lambda: request.checked(team.rank, team.size))
     stream = opened(data, request.unpack, team, title=_TITLE, progress=progress)
@@ -227,9 +239,9 @@ def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) ->
     team.require_same(complete_task.facts())
     whole = stream if first is None else chain([first], stream)
     if file is None:
-        return accumulate_over(team, complete_task, whole)
+        return accumulate_over(team, complete_task, whole), first
     parts = partial(_accumulate_in_parts, complete_task, whole, file, request.every, may_be_empty=True)
-    return _summed_over(team, team.together(parts))
+    return _summed_over(team, team.together(parts)), first
 
 
 def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], rows: Rows | None = None) -> Information:
@@ -241,9 +253,11 @@ def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], rows: Rows 
 
 def _summed_over(team: Team, own: Information) -> Information:
     """The sum of the information of all ranks of a team."""
-    parts = team.exchange((own.n_samples, own.log_likelihood))
-    counts = [count for count, _ in parts]
-    likelihoods = [likelihood for count, likelihood in parts if count > 0]
+    seen = None if own.seen is None else (dict(own.seen.counts), own.seen.limit)
+    parts = team.exchange((own.n_samples, own.log_likelihood, seen))
+    counts = [count for count, _, _ in parts]
+    likelihoods = [likelihood for count, likelihood, _ in parts if count > 0]
+    all_seen = [None if part is None else Seen(*part) for _, _, part in parts]
     if not likelihoods:
         raise DataError("The data are empty on all ranks: expected at least one batch.")
     return replace(
@@ -251,6 +265,7 @@ def _summed_over(team: Team, own: Information) -> Information:
         total=own.total.reduced([count > 0 for count in counts], team),
         n_samples=sum(counts),
         log_likelihood=None if None in likelihoods else sum(likelihoods),
+        seen=None if None in all_seen else reduce(add, all_seen),
     )
 
 
@@ -266,11 +281,14 @@ def accumulate(
     require_fits(task, structure)
     checks = Checks(network.device)
     count = 0
+    seen = SeenSoFar()
     likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
     with plain_execution(network.device):
         accumulator = structure.accumulator(task, rows)
         for batch in stream:
-            logits = accumulator.add_batch(network.prepare(batch, checks))
+            prepared = network.prepare(batch, checks)
+            logits = accumulator.add_batch(prepared)
+            seen.add(prepared)
             require_finite_logits(logits, checks)
             if likelihood is not None and batch.labels is not None:
                 likelihood = likelihood + _label_likelihood(logits, batch.labels, checks)
@@ -286,6 +304,7 @@ def accumulate(
         total=total,
         n_samples=count,
         log_likelihood=None if likelihood is None else float(likelihood),
+        seen=seen.finish(),
     )
 
 
