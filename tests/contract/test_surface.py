@@ -68,6 +68,7 @@ PUBLIC = {
     "MismatchError",
     "MissingExtraError",
     "ModelError",
+    "PosteriorWarning",
     "RankError",
     "SelectionError",
     "SingularCovarianceError",

@@ -33,11 +33,15 @@ BY_HEART = 0.01
 # 14 to 70 % where it is useless. Averaging over draws may flip an input whose two best classes are nearly equal.
 DISAGREEING = 0.05
 # Inputs compared, and the fewest that say anything about a share of 5 %.
-_INPUTS, _FEWEST = 128, 20
+INPUTS, _FEWEST = 128, 20
 # Limits on one comparison: numbers of the Jacobian, of P^g, and of the draws of the PMF.
 _MOST_DERIVATIVES, _MOST_COVARIANCES, _MOST_DRAWN = 2**32, 2**24, 2**22
 _DRAWS = (100, 1000)
 
+# Of a posterior whose T and T_c are 1, as `fit` leaves them.
+UNCALIBRATED = (
+    "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat and its error bars far too wide."
+)
 ADVICE = (
     "Do not use its PMFs and error bars before errbar.calibrate has fitted T and T_c to held-out data, "
     "or let errbar.autofit choose."
@@ -114,4 +118,4 @@ def _inputs_within(task: Task) -> int:
         _MOST_COVARIANCES // classes**2,
         _MOST_DRAWN // (classes * _DRAWS[0]),
     )
-    return min(_INPUTS, *limits)
+    return min(INPUTS, *limits)

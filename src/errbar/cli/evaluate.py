@@ -51,7 +51,7 @@ def evaluate(
     """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
-    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.posteriors import PosteriorRequest, notice_if_uncalibrated
     from errbar.cli.predictions import tracked_batches
     from errbar.cli.session import session
     from errbar.report.observing import observe
@@ -60,6 +60,7 @@ def evaluate(
     with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
         pictures = _required(report, outliers, shape, force)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        notice_if_uncalibrated(here, loaded)
         source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
         second = None
         if outliers is not None:

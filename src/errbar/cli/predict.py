@@ -29,7 +29,7 @@ def predict(
     """Write PMF, standard deviations, risk and mutual information of each input. Takes the memory of one batch."""
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
-    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.posteriors import PosteriorRequest, notice_if_uncalibrated
     from errbar.cli.predictions import PredictionColumns, thresholds_of, tracked_batches, write_predictions
     from errbar.cli.session import session
 
@@ -38,6 +38,7 @@ def predict(
         require_format(output)
         thresholds = thresholds_of(risk)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        notice_if_uncalibrated(here, loaded)
         source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes, labelled=False)
 
         def predictions() -> Generator[errbar.Prediction, None, None]:

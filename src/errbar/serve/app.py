@@ -332,6 +332,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "samples": information.n_samples,
         "temperature": served.posterior.temperature,
         "covariance_scale": served.posterior.covariance_scale,
+        "calibrated": served.posterior.is_calibrated,
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
         "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},
