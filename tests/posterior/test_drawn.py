@@ -273,9 +273,7 @@ def test_draws_of_a_covariance_have_its_moments() -> None:
     samples = 4_000
     ours, exact = drawn(form, samples, seed=0), form.matrix()
     scale = form.variance().sqrt()
-    assert bool(
-        ((ours.matrix() - exact).abs() <= 6 / samples**0.5 * scale[:, :, None] * scale[:, None, :]).all()
-    )
+    assert bool(((ours.matrix() - exact).abs() <= 6 / samples**0.5 * scale[:, :, None] * scale[:, None, :]).all())
     assert drawn(ours, 3, seed=1) is ours
 
 

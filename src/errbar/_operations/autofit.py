@@ -32,6 +32,7 @@ from errbar._operations.choose_prior import choose_prior
 from errbar._operations.folds import Groups, divided, group_numbers, require_folds, standard_error
 from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for, require_room_for
 from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
+from errbar._operations.overlap import Overlap
 from errbar._operations.search import calibration_near, largest_covariance
 from errbar._posterior.collect import collect, collect_several
 from errbar._posterior.information import Information
@@ -413,9 +414,14 @@ class _Search:
             return [held_out_of_gaussians(part, labels) for part in parts] if labels else None
 
         stream = opened(self.held_out, self.unpack, self.team, title="Held-out data", progress=self.progress)
+        overlap = Overlap(posteriors[0].information)
+        if not self.cheapest:
+            stream = overlap.watching(stream)
         task = posteriors[0].information.task
         variants = gathered(self.team.together(read), task, self.team, affordable_draws(task.n_classes, _KEPT_DRAWS))
-        if self.cheapest and not torch.equal(self.cheapest_held_out.labels, variants[0].labels):
+        if not self.cheapest:
+            overlap.warn(self.team, stacklevel=6)
+        elif not torch.equal(self.cheapest_held_out.labels, variants[0].labels):
             raise DataError(
                 "The held-out data came in another order than before; expected the same samples in the same order each "
                 "time they are read. Pass a Dataset, a list of batches, or a DataLoader that does not shuffle."

@@ -25,6 +25,7 @@ from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, Unpack, checked_labels
+from errbar._operations.overlap import Overlap
 from errbar._posterior.posterior import Posterior
 from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
 from errbar.errors import DataError
@@ -172,8 +173,10 @@ def read_held_out(
     posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team, samples: int, seed: int
 ) -> HeldOut:
     """The held-out inputs of all ranks, in the order of ranks, on every rank, for so many draws. A collective call."""
-    stream = opened(data, unpack, team, title="Calibrating", progress=progress)
+    overlap = Overlap(posterior.information)
+    stream = overlap.watching(opened(data, unpack, team, title="Calibrating", progress=progress))
     own = team.together(lambda: held_out_of(posterior, stream, samples, seed))
+    overlap.warn(team, stacklevel=3)
     whole = gathered(None if own is None else [own], posterior.information.task, team, samples)[0]
     return whole.keeping(samples, seed)
 

@@ -37,10 +37,11 @@ from errbar._distributions.sampling import (
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
-from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
+from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
 from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
 from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
+from errbar._posterior.width import warn_of_width
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
 # Rounding of the information above this share of the prior gives a warning.
@@ -80,6 +81,11 @@ class Posterior:
     def jitter(self) -> float:
         """What had to be added to the precision, as a share of its mean diagonal, to factorise it; usually 0."""
         return self.factor.jitter
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether T or T_c were fitted or set: as `fit` leaves them, both are 1."""
+        return self.calibration != Calibration()
 
     def covariance(self) -> Float[Tensor, "n n"]:
         """P in float64, without calibration."""
@@ -486,10 +492,12 @@ def fit(
     group: Any = None,
     progress: bool = False,
 ) -> Posterior:
-    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior."""
-    information = collect(
-        model,
-        data,
+    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior.
+
+    With a `PosteriorWarning` where it is far too wide to be used before it is calibrated (`_posterior.width`).
+    """
+    request = Request(
+        model=model,
         last_layers=last_layers,
         parameters=parameters,
         fisher=fisher,
@@ -502,10 +510,11 @@ def fit(
         output=output,
         checkpoint=checkpoint,
         every=every,
-        group=group,
-        progress=progress,
     )
-    return condition(information, Prior() if prior is None else prior)
+    information, first = collected(request, data, group=group, progress=progress)
+    posterior = condition(information, Prior() if prior is None else prior)
+    warn_of_width(posterior, first, team_of(group))
+    return posterior
 
 
 def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussian]:

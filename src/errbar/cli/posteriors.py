@@ -11,6 +11,7 @@ import torch
 
 import errbar
 from errbar._model.batch import Batch
+from errbar._posterior.width import UNCALIBRATED
 from errbar.cli.inputs import DataRequest, Source
 from errbar.cli.models import model_of
 from errbar.cli.options import DEFAULT_PRIOR
@@ -51,6 +52,12 @@ class PosteriorRequest:
             sentence = f"{error} The file is {self.path}, the model {self.model}.{hint}"
             raise MismatchError(sentence, arguments=error.arguments) from error
         return Loaded(posterior, classes)
+
+
+def notice_if_uncalibrated(here: Session, *all_loaded: Loaded) -> None:
+    """Say so before predicting: nothing else shows it."""
+    if any(not loaded.posterior.is_calibrated for loaded in all_loaded):
+        here.notice(f"{UNCALIBRATED} errbar calibrate fits both to held-out data.")
 
 
 def posterior_requests(

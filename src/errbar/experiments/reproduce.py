@@ -68,7 +68,8 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
         return main_posterior(network(), problem, problem.train)
 
     def curve() -> dict[str, Any]:
-        paper = errbar.fit(network(), batched(problem.train), last_layers=2, fisher="eta", prior=_decay(problem))
+        information = errbar.collect(network(), batched(problem.train), last_layers=2, fisher="eta")
+        paper = errbar.condition(information, _decay(problem))
         return scale_curve(paper, problem)
 
     run["scale_curve"] = parts("scale curve", curve)
@@ -134,7 +135,7 @@ def _decay(problem: Problem) -> errbar.Prior:
 
 def main_posterior(network: nn.Module, problem: Problem, samples: Samples) -> errbar.Posterior:
     """What errbar recommends: the exact Fisher information, T and T_c by NLL on the validation data."""
-    posterior = errbar.fit(network, batched(samples), last_layers=2, prior=_decay(problem))
+    posterior = errbar.condition(errbar.collect(network, batched(samples), last_layers=2), _decay(problem))
     return methods.calibrated(posterior, problem, "nll", ("temperature", "covariance_scale"))
 
 
@@ -229,7 +230,7 @@ def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) ->
     )
     dirty = Samples(images.to(device).float() / 255, labels.to(device))
     network, _ = trained(problem, dirty, folder, base, kind="dirty")
-    posterior = errbar.fit(network, batched(dirty), last_layers=2, prior=_decay(problem))
+    posterior = errbar.condition(errbar.collect(network, batched(dirty), last_layers=2), _decay(problem))
     ranking = cleaning.rank(posterior, dirty.x, dirty.y, progress=progress)
     results: dict[str, Any] = {"ranking": cleaning.report(ranking, kind), "retrained": {}}
     count = int((kind > 0).sum())
