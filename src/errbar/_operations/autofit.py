@@ -156,8 +156,9 @@ def _same_everywhere(team: Team, candidates: list[Candidate], left_out: list[str
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """A row, the posterior that it is of (not yet calibrated), and its held-out Gaussians."""
+    """A row, the posterior that it is of, not yet calibrated, and its held-out Gaussians."""
 
+    candidate: Candidate
     trial: Trial
     names: tuple[str, ...]
     posterior: Posterior
@@ -267,13 +268,10 @@ class _Search:
                 ]
 
     def _has(self, candidate: Candidate) -> bool:
-        return any(
-            (tried.trial.row.parameters, tried.trial.row.structure) == (candidate.label, candidate.request.structure)
-            for tried in self.tried
-        )
+        return any(tried.candidate is candidate for tried in self.tried)
 
-    def _samples(self) -> int:
-        return self.cheapest[0].information.n_samples if self.cheapest else 0
+    def _samples(self) -> float:
+        return self.cheapest[0].information.n_samples if self.cheapest else 0.0
 
     def _expected(self, candidate: Candidate) -> float:
         """Seconds of a fit and of all that follows, as far as these are known."""
@@ -355,7 +353,7 @@ class _Search:
                 index = first + link.variant
                 row = self._row(candidate, posteriors[index], link, prior_by, seconds + condition_seconds, microseconds)
                 self.tried.append(
-                    _Tried(Trial(row, link.scores.losses), link.names, posteriors[index], variants[index])
+                    _Tried(candidate, Trial(row, link.scores.losses), link.names, posteriors[index], variants[index])
                 )
 
     def _judged(self, variants: Sequence[HeldOut]) -> list[Judged]:
@@ -464,7 +462,7 @@ class _Search:
         precision = posterior.prior.precision
         return replace(
             row,
-            structure=candidate.request.structure,
+            structure=posterior.information.structure,
             fisher=candidate.request.fisher,
             n_parameters=posterior.information.n_parameters,
             exact=candidate.option.exact,
