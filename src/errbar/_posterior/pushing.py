@@ -23,14 +23,16 @@ from errbar._derivative.route import Route
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
-# Outputs as large as the widest that are held at a time: of a layer, of its tangent, and of what they are made from.
-_LIVE_OUTPUTS = 6
+# Bytes of the derivatives of the widest output of a module: on a CPU, what is larger goes back to the system when it is
+# freed, and takes longer to allocate than to compute.
+_WIDEST_BYTES = {"cpu": 2**25, "cuda": 2**30}
+_LEAST_TOGETHER = 8
 # Up to so many classes P^g of an input is small, and all samples are taken.
 FEW_CLASSES = 100
 # With more: numbers in the draws of the logits of one input that are kept, and the least number of draws.
 _KEPT_NUMBERS, _LEAST_DRAWS = 100_000, 100
-# Activations of one input and direction, where no pass has told what they take: a guess on the safe side.
-_UNKNOWN_ACTIVATIONS = 2**24
+# The widest output of one input, where no pass has told what it takes: a guess on the safe side.
+_UNKNOWN_WIDEST = 2**22
 
 # Draws whose spread is added at a time, so that no second copy of all samples is made.
 _SPREAD_DRAWS = 64
@@ -95,25 +97,41 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
     )
     deviations: Tensor | None = None
     first = 0
-    at_a_time = _draws_at_a_time(task, len(batch))
-    for normal in _normal_rows(samples, selection.n_parameters, seed, at_a_time, network.device):
-        directions = factor.sample(normal)
-        pushed = pushed_forward(network, selection, batch, directions).detach()
-        if deviations is None:
-            deviations = pushed.new_empty(*pushed.shape[1:], samples)
-        deviations[..., first : first + len(pushed)] = pushed.permute(1, 2, 0)
-        first += len(pushed)
+    rows, together = _at_a_time(task, samples)
+    for normal in _normal_rows(samples, selection.n_parameters, seed, _drawn_at_a_time(task), network.device):
+        # Products in float64 take twice the time, and a network in float32 sees no difference.
+        directions = factor.sample(normal.to(task.dtype))
+        for few in directions.split(together):
+            start = 0
+            for part in batch.parts(rows):
+                pushed = pushed_forward(network, selection, part, few).detach()
+                if deviations is None:
+                    deviations = pushed.new_empty(len(batch), pushed.shape[2], samples)
+                where = slice(start, start + pushed.shape[1]), slice(None), slice(first, first + len(few))
+                deviations[where] = pushed.permute(1, 2, 0)
+                start += pushed.shape[1]
+            first += len(few)
     assert deviations is not None
     return deviations
 
 
-def _draws_at_a_time(task: Task, size: int) -> int:
-    device = task.network.device
-    limit = PUSHED_BYTES.get(device.type, PUSHED_BYTES["cpu"])
-    activations = _UNKNOWN_ACTIVATIONS
-    if task.layout is not None:
-        activations = _LIVE_OUTPUTS * task.layout.widest_bytes
-    return max(1, min(limit // (8 * task.selection.n_parameters), limit // max(1, size * activations)))
+def _drawn_at_a_time(task: Task) -> int:
+    """Draws of the parameters that are held at a time."""
+    limit = PUSHED_BYTES.get(task.network.device.type, PUSHED_BYTES["cpu"])
+    return max(1, limit // (8 * task.selection.n_parameters))
+
+
+def _at_a_time(task: Task, samples: int) -> tuple[int, int]:
+    """How many inputs, and how many draws, go through the network at a time.
+
+    The network itself runs once for all draws that go together, so these are some at least. Outputs and their
+    derivatives should not be larger than what the heap of a process keeps for later (see `_WIDEST_BYTES`).
+    """
+    kind = task.network.device.type
+    limit = _WIDEST_BYTES.get(kind, _WIDEST_BYTES["cpu"])
+    widest = _UNKNOWN_WIDEST if task.layout is None else max(1, task.layout.widest_bytes)
+    draws = min(samples, max(_LEAST_TOGETHER, limit // widest))
+    return max(1, limit // (draws * widest)), draws
 
 
 def _normal_rows(
