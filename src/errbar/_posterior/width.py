@@ -13,7 +13,7 @@ far that their mean PMF forgets what the network learned. Two signs are looked f
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -21,11 +21,10 @@ from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._curvature.task import Task
 from errbar._distributed.team import Team
+from errbar._distributions.prediction import Prediction
 from errbar._model.batch import Batch
+from errbar._posterior.information import Information
 from errbar.errors import PosteriorWarning, SizeError
-
-if TYPE_CHECKING:
-    from errbar._posterior.posterior import Posterior
 
 # A mean NLL of 0.01 is a probability of 99 % for each label: no more than one error in a hundred is left to learn from.
 BY_HEART = 0.01
@@ -46,7 +45,16 @@ ADVICE = (
 )
 
 
-def warn_of_width(posterior: Posterior, first: Batch | None, team: Team, *, stacklevel: int = 3) -> None:
+class Predictor(Protocol):
+    """What is needed of a posterior, whose module imports this one."""
+
+    @property
+    def information(self) -> Information: ...
+
+    def predict(self, x: Any, samples: int = ..., /) -> Prediction: ...
+
+
+def warn_of_width(posterior: Predictor, first: Batch | None, team: Team, *, stacklevel: int = 3) -> None:
     """Warn, once, of a posterior that is not to be used before it is calibrated; `first` is a training batch of this
     rank, if it has any. A collective call."""
     if posterior.information.total.is_zero():
@@ -62,7 +70,7 @@ def warn_of_width(posterior: Posterior, first: Batch | None, team: Team, *, stac
         warnings.warn(text, PosteriorWarning, stacklevel=stacklevel)
 
 
-def _by_heart(posterior: Posterior, entropy: float | None) -> str | None:
+def _by_heart(posterior: Predictor, entropy: float | None) -> str | None:
     information = posterior.information
     if information.log_likelihood is not None:
         nll = -information.log_likelihood / information.n_samples
@@ -76,14 +84,14 @@ def _by_heart(posterior: Posterior, entropy: float | None) -> str | None:
     return f"the network knows its training data by heart ({measure}), so they hold hardly any information"
 
 
-def _sums(team: Team, posterior: Posterior, first: Batch | None) -> tuple[int, int, float]:
+def _sums(team: Team, posterior: Predictor, first: Batch | None) -> tuple[int, int, float]:
     """Inputs whose class differs, inputs compared, and the sum of the network's entropies for them, of all ranks."""
     own = (0, 0, 0.0) if first is None else _comparison(posterior, first)
     different, compared, entropy = zip(*team.exchange(own), strict=True)
     return sum(different), sum(compared), sum(entropy)
 
 
-def _comparison(posterior: Posterior, first: Batch) -> tuple[int, int, float]:
+def _comparison(posterior: Predictor, first: Batch) -> tuple[int, int, float]:
     """The same of the first inputs of a batch; zeros where there are too few, or where it would take long."""
     task = posterior.information.task
     size = min(len(first), _inputs_within(task))
