@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import metrics
 from errbar._base.progress import track
-from errbar.experiments import cleaning, coverage, methods, peers, sequences, structures
+from errbar.experiments import automatic, cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
 from errbar.experiments.problem import Problem, Samples
@@ -75,6 +75,10 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
     run["scale_curve"] = parts("scale curve", curve)
     run["linearisation"] = parts(
         "linearisation", lambda: coverage.linearisation(posterior(), problem.test.x[:200], samples=_draws(problem))
+    )
+    run["autofit"] = parts(
+        "autofit",
+        lambda: automatic.study(network(), problem, groups=tracks(experiment), title=title, progress=progress),
     )
     run["fusion"] = parts("fusion", lambda: fusion(experiment, posterior(), folder, base, progress=progress))
     if experiment.foreign is not None:
@@ -194,6 +198,14 @@ def fusion(
         classifiers.append(main_posterior(network, problem, half))
     results["classifiers"] = sequences.two_classifiers(classifiers, problem.test.x, problem.test.y)
     return results
+
+
+def tracks(experiment: Experiment) -> list[int] | None:
+    """The number of the track of each validation sample."""
+    if experiment.sequences is None:
+        return None
+    frames = experiment.sequences[0].frames.shape[1]
+    return [row // frames for row in range(len(experiment.problem.validation.y))]
 
 
 def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
