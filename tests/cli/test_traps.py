@@ -12,8 +12,8 @@ from command_line import run, write_workspace
 from errbar.cli import models
 
 UNCALIBRATED = (
-    "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat and its error bars far too wide. "
-    "errbar calibrate fits both to held-out data."
+    "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat and its error bars far too "
+    "wide. errbar calibrate fits both to held-out data."
 )
 RANDOM = """
 import torch
@@ -78,5 +78,7 @@ def test_calibrating_on_the_training_split_is_told_of(folder: Path) -> None:
     assert run(*fit).code == 0
     command = ("calibrate", "posterior.safetensors", "--model", "tiny_net:trained")
     result = run(*command, "data.npz:train", "-o", "wrong.safetensors")
-    assert "About 100% of the held-out samples were in the data of the fit (120 of 120 that were compared)." in result.err
+    assert (
+        "About 100% of the held-out samples were in the data of the fit (120 of 120 that were compared)." in result.err
+    )
     assert "data of the fit" not in run(*command, "data.npz", "-o", "right.safetensors").err

@@ -1,4 +1,4 @@
-"""The warning of a posterior that is far too wide as it is: on digits that a network knows by heart, and not elsewhere."""
+"""The warning of a posterior that is far too wide as it is: where the data are known by heart, and not elsewhere."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_network_that_knows_its_data_by_heart_is_warned_of(
     assert nll < 0.01
     assert different > 5
     assert str(warning.message) == (
-        f"The posterior is far too wide as it is: the network knows its training data by heart (mean NLL {nll:.2g}), so "
-        "they hold hardly any information, and its most probable class is not the network's for "
+        f"The posterior is far too wide as it is: the network knows its training data by heart (mean NLL {nll:.2g}), "
+        "so they hold hardly any information, and its most probable class is not the network's for "
         f"{different} of 100 training inputs. Do not use its PMFs and error bars before errbar.calibrate has fitted T "
         "and T_c to held-out data, or let errbar.autofit choose."
     )
@@ -91,7 +91,9 @@ def noisy_problem(samples: int) -> tuple[nn.Module, Tensor, Tensor]:
     return network, x, y
 
 
-@pytest.mark.parametrize("options", [{"last_layers": 1}, {"last_layers": 2}, {"parameters": "all", "structure": "diag"}])
+@pytest.mark.parametrize(
+    "options", [{"last_layers": 1}, {"last_layers": 2}, {"parameters": "all", "structure": "diag"}]
+)
 def test_a_sound_posterior_gives_no_warning(options: dict[str, Any]) -> None:
     network, x, y = noisy_problem(2000)
     with warnings.catch_warnings():
@@ -106,9 +108,7 @@ def test_a_weak_prior_that_flips_classes_is_warned_of_without_being_by_heart() -
     assert "The posterior is far too wide as it is: its most probable class is not" in str(caught[0].message)
 
 
-def test_data_that_can_be_read_only_once_are_compared_too(
-    by_heart: nn.Module, digits: tuple[Tensor, Tensor]
-) -> None:
+def test_data_that_can_be_read_only_once_are_compared_too(by_heart: nn.Module, digits: tuple[Tensor, Tensor]) -> None:
     x, y = digits
     with pytest.warns(errbar.PosteriorWarning, match="of 100 training inputs"):
         errbar.fit(by_heart, iter(batches(x[:500], y[:500])), last_layers=2, prior=errbar.Prior(0.01))
