@@ -88,7 +88,7 @@ class MissingExtraError(ErrbarError, ImportError):
 
 
 class CalibrationWarning(UserWarning):
-    """The best temperature or covariance scale lies at the edge of what is searched, or held-out data are not held out."""
+    """The best temperature or covariance scale lies at the edge of the search, or held-out data are not held out."""
 
 
 class PosteriorWarning(UserWarning):

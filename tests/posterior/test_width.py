@@ -1,4 +1,4 @@
-"""The warning of a posterior that is far too wide as it is: on digits that a network knows by heart, and not elsewhere."""
+"""The warning of a posterior that is far too wide as it is: where the data are known by heart, and not elsewhere."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_network_that_knows_its_data_by_heart_is_warned_of(
     assert nll < 0.01
     assert different > 5
     assert str(warning.message) == (
-        f"The posterior is far too wide as it is: the network knows its training data by heart (mean NLL {nll:.2g}), so "
-        "they hold hardly any information, and its most probable class is not the network's for "
+        f"The posterior is far too wide as it is: the network knows its training data by heart (mean NLL {nll:.2g}), "
+        "so they hold hardly any information, and its most probable class is not the network's for "
         f"{different} of 100 training inputs. Do not use its PMFs and error bars before errbar.calibrate has fitted T "
         "and T_c to held-out data, or let errbar.autofit choose."
     )

@@ -28,8 +28,8 @@ from errbar.errors import ArgumentError, ForgetError, MismatchError
 class Information:
     """What the data say about the parameters, without a prior: Σ_n J_nᵀ Λ_n J_n and the number of samples in it.
 
-    `log_likelihood` is Σ ln f_y(x; θ̂), or None if the data had no labels. `seen` tells whether a sample was among the data;
-    None where that is not known.
+    `log_likelihood` is Σ ln f_y(x; θ̂), or None if the data had no labels. `seen` tells whether a sample was among the
+    data, or is None where that is not known.
     """
 
     task: Task

@@ -89,7 +89,8 @@ def keys_of(batch: Batch) -> Int[Tensor, "B"] | None:
     if any(tensor.layout != torch.strided or tensor.is_complex() for tensor in batch.tensors()):
         return None
     mask = mask_of(batch)
-    return sample_keys(batch.map(lambda tensor: _thinned(tensor, mask))) & (2**KEY_BITS - 1)
+    keys = sample_keys(batch.map(lambda tensor: _thinned(tensor, mask)))
+    return keys.bitwise_and(2**KEY_BITS - 1)
 
 
 def _thinned(tensor: Tensor, mask: Tensor | None) -> Tensor:
