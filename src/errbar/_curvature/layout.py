@@ -125,7 +125,7 @@ class Layout:
         """The share of a pass that the tail takes: of its time, or on a GPU, which runs behind, of its work."""
         tail = list(self.tail(selection))
         start = len(self.events) - len(tail)
-        apart = {layer.name for layer in (*self.layers, *self.norms)}
+        apart = {layer.name for layer in self.layers} | {norm.name for norm in self.norms}
         if tail and tail[0].module in apart:
             # The derivative by the outputs of the first layer does not lead through it.
             start += 1
