@@ -150,9 +150,7 @@ class _HeldOut:
         size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
-            spread = self.root.spread(rows, normal)
-            spread *= math.sqrt(scale) / temperature
-            yield rows, spread, self.mean[rows] / temperature
+            yield rows, self.root.spread(rows, normal, math.sqrt(scale) / temperature), self.mean[rows] / temperature
 
     def log_likelihood(
         self, temperature: float, scale: float, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
@@ -249,13 +247,12 @@ def _read(posterior: Posterior, stream: Iterator[Batch], samples: int, seed: int
     roots: list[SamplingRoot] = []
     labels: list[Tensor] = []
     for batch in stream:
+        require_room(posterior.information.task, sum(map(len, means)), len(batch), samples)
         gaussian = plain.sampling_logits(batch, samples, seed)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
         roots.append(gaussian.sampling_root())
-        if roots[-1].kept:
-            require_room(size, sum(map(len, means)), classes, samples, gaussian.mean)
     return _HeldOut(torch.cat(means), SamplingRoot.concatenated(roots), torch.cat(labels)) if means else None
 
 
