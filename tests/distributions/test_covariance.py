@@ -17,7 +17,6 @@ from errbar._distributions.covariance import (
     DrawnCovariance,
     FactoredCovariance,
     FullCovariance,
-    drawn,
 )
 
 FORMS = ["full", "diagonal", "factored", "drawn"]

@@ -275,9 +275,7 @@ def test_draws_of_a_covariance_have_its_moments() -> None:
     samples = 4_000
     ours, exact = drawn(form, samples, seed=0), form.matrix()
     scale = form.variance().sqrt()
-    assert bool(
-        ((ours.matrix() - exact).abs() <= 6 / samples**0.5 * scale[:, :, None] * scale[:, None, :]).all()
-    )
+    assert bool(((ours.matrix() - exact).abs() <= 6 / samples**0.5 * scale[:, :, None] * scale[:, None, :]).all())
     assert drawn(ours, 3, seed=1) is ours
 
 
@@ -285,5 +283,7 @@ def test_more_held_out_draws_than_memory_are_refused(monkeypatch: pytest.MonkeyP
     posterior, (_, x, labels) = fitted(), network()
     needed = 333 * CLASSES * 8
     monkeypatch.setattr(errbar._base.memory, "available_bytes", lambda device: 70 * needed)
-    with pytest.raises(errbar.SizeError, match=r"Holding 333 draws of 300 logits for 60 inputs or more needs .* Use fewer"):
+    with pytest.raises(
+        errbar.SizeError, match=r"Holding 333 draws of 300 logits for 60 inputs or more needs .* Use fewer"
+    ):
         errbar.calibrate(posterior, [(x[start : start + 20], labels[start : start + 20]) for start in range(0, 60, 20)])

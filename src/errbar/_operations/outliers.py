@@ -22,7 +22,6 @@ from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import FEW_CLASSES, affordable_draws
 from errbar.errors import ArgumentError, CovarianceError, DataError, LabelError
 
-
 _NOT_IN_THE_FIT = (
     "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out of it. "
     "Pass leave_out=False for data that the network was not trained on."
@@ -71,8 +70,8 @@ def outlier_scores(
 
     `leave_out` says that the data were part of the fit: the label's own influence on the network is then removed
     before its suspicion is computed, so that a memorised wrong label does not support itself. Set it to False for
-    data that the network was not trained on. With M > 100 classes there are at most 100,000/M `samples`, and then 100
-    at least, and nothing of size M × M is made for an input.
+    data that the network was not trained on. With M > 100 classes there are at most 100,000/M `samples`, or 100
+    where that is more, and nothing of size M × M is made for an input.
     """
     require_posterior(posterior)
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)

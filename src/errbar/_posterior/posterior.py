@@ -142,9 +142,7 @@ class Posterior:
             return self.drawn_logits(x, samples, seed, unpack=unpack)
         return self.unrounded_logits(x, unpack=unpack)
 
-    def drawn_logits(
-        self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None
-    ) -> LogitGaussian:
+    def drawn_logits(self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None) -> LogitGaussian:
         """N(ĝ/T, T_c P^g/T²) by draws: ĝ, and K samples √T_c J δ/T of what the logits deviate from it, δ ~ N(0, P).
 
         They have the distribution of `logits`, for all classes at once, and nothing of size M × M is made unless
