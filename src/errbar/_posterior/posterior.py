@@ -146,10 +146,11 @@ class Posterior:
         """N(ĝ/T, T_c P^g/T²) by draws: ĝ, and K samples √T_c J δ/T of what the logits deviate from it, δ ~ N(0, P).
 
         They have the distribution of `logits`, for all classes at once, and nothing of size M × M is made unless
-        `covariance` is read. The draws of the parameters are the same for all inputs, and follow from the seed; `predict`
-        of the result takes up to K of them as they are. `x` and `unpack` as in `predict`.
+        `covariance` is read. The draws of the parameters are the same for all inputs, and follow from the seed;
+        `predict` of the result takes up to K of them as they are. `x` and `unpack` as in `predict`.
         """
-        require_samples(samples), require_seed(seed)
+        require_samples(samples)
+        require_seed(seed)
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
             return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
@@ -325,8 +326,9 @@ class Posterior:
 
         Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
         thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
-        gives, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front of the
-        selected layers may be anything; these and what follows must be linear layers with activations between them.
+        gives by P^g, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front
+        of the selected layers may be anything; these and what follows must be linear layers with activations between
+        them.
         """
         from errbar._export.write import (
             ExportRequest,

@@ -46,7 +46,8 @@ def affordable_draws(classes: int, samples: int) -> int:
 def keeps_draws(task: Task, samples: int) -> bool:
     """Whether K draws, pushed forward, take the place of P^g: where they take less time.
 
-    P^g takes a backward pass for each class. Not where all that is selected is a layer that returns the logits: there P^g takes no backward pass at all.
+    P^g takes a backward pass for each class; but none at all, and so it stays, where all that is selected is a layer
+    that returns the logits.
     """
     route = task.route
     if route is not None:
