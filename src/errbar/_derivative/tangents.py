@@ -279,11 +279,8 @@ def _view(operation: Any, x: Tensor, shape: Sequence[int]) -> Tensor:
     primal, tangent = _parts(x)
     assert tangent is not None
     seen = operation(primal, shape)
-    if (
-        seen.ndim < 2
-        or len(seen) != len(primal)
-        or (len(primal) == 1 and primal.ndim != seen.ndim and shape[0] not in (1, -1))
-    ):
+    # With as many rows as before, a row is a sample still.
+    if seen.ndim < 2 or len(seen) != len(primal):
         raise NoRuleError("a view across samples")
     return Pushed(seen, tangent.reshape(len(seen), tangent.shape[1], *seen.shape[1:]))
 

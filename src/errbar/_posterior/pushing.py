@@ -50,8 +50,8 @@ def affordable_draws(classes: int, samples: int) -> int:
 def keeps_draws(task: Task, samples: int) -> bool:
     """Whether K draws, pushed forward, take the place of P^g: where they take less time.
 
-    P^g takes a backward pass for each class. Not where all that is selected is a layer that returns the logits: there
-    P^g takes no backward pass at all.
+    P^g takes a backward pass for each class; but none at all, and so it stays, where all that is selected is a layer
+    that returns the logits.
     """
     return draws_are_quicker(task.n_classes, samples) and not all(_takes_no_pass(route) for route in task.routes)
 
@@ -69,12 +69,17 @@ def pushed_draws(task: Task, samples: int) -> int:
     return few if keeps_draws(task, few) else samples
 
 
-def require_room(inputs: int, held: int, classes: int, samples: int, like: Tensor) -> None:
-    """Refuse draws of the logits of more inputs than memory holds, beside a copy of those `held` so far."""
+def require_room(task: Task, held: int, inputs: int, samples: int) -> None:
+    """Refuse to draw the logits of more inputs than memory holds, beside a copy of those that are `held` already.
+
+    Nothing is refused where P^g takes the place of draws.
+    """
+    if not keeps_draws(task, samples):
+        return
     require_memory(
-        (held + 2 * inputs) * classes * samples * like.element_size(),
-        like.device,
-        what=f"Holding {samples:,} draws of {classes:,} logits for {held + inputs:,} inputs",
+        (held + 2 * inputs) * task.n_classes * samples * task.network.dtype.itemsize,
+        task.network.device,
+        what=f"Holding {samples:,} draws of {task.n_classes:,} logits for {held + inputs:,} inputs or more",
         instead="Use fewer inputs, or fewer samples.",
     )
 
