@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import errbar
 from errbar.cli import options
@@ -22,9 +20,7 @@ def plan(
     model: options.ModelArgument,
     data: options.DataArgument,
     weights: options.Weights = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="BYTES", help="Memory that a fit may take, for example 8GiB.")
-    ] = None,
+    memory: options.Memory = None,
     fisher: options.Fisher = "ggn",
     draws: options.LabelDraws = 1,
     structure: options.Structure = "auto",
