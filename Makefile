@@ -74,6 +74,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/scaling.py
 	$(BENCH)/bin/python bench/monte_carlo.py
 	$(BENCH)/bin/python -W ignore bench/memory.py
+	$(BENCH)/bin/python bench/plan.py
 	$(BENCH)/bin/python bench/distributed.py
 	$(BENCH)/bin/python bench/networks.py
 	$(BENCH)/bin/python bench/export.py

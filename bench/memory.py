@@ -129,12 +129,8 @@ def measured(case: Case, device: torch.device) -> dict[str, float]:
 
 def predicted(case: Case, device: torch.device) -> dict[str, float]:
     model, (x, _) = case.model().to(device).eval(), _data(case)
-    given = {name: case.options[name] for name in ("fisher", "rank", "precision") if name in case.options}
-    plan = errbar.plan(model, x[: case.batch].to(device), samples=SAMPLES, **given)
-    last = case.options.get("last_layers")
-    structure = case.options.get("structure", "dense")
-    layers = max((o.last_layers for o in plan.options), key=lambda r: r or 10**9) if last is None else last
-    (option,) = [o for o in plan.options if (o.structure, o.last_layers) == (structure, layers)]
+    given = {"structure": "dense", **case.options}
+    (option,) = errbar.plan(model, x[: case.batch].to(device), samples=SAMPLES, **given).options
     return {
         "posterior bytes": option.posterior_bytes,
         "fit bytes": option.fit_bytes,

@@ -227,7 +227,7 @@ def fuse_classifiers(
     for part in track((0, 1), "Two more classifiers", enabled=progress):
         half = Samples(digits.train.x[part::2], digits.train.y[part::2])
         network = train_network(half, settings, seed=settings.seed + part)
-        posterior = errbar.fit(network, half.data(), last_layers=2, prior=prior)
+        posterior = errbar.condition(errbar.collect(network, half.data(), last_layers=2), prior)
         gaussians.append(errbar.calibrate(posterior, digits.validation.data()).logits(x))
     pmfs = [gaussian.predict().pmf for gaussian in gaussians]
     return (

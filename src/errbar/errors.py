@@ -88,7 +88,15 @@ class MissingExtraError(ErrbarError, ImportError):
 
 
 class CalibrationWarning(UserWarning):
-    """The best temperature or covariance scale lies at the edge of what is searched."""
+    """The best temperature or covariance scale lies at the edge of the search, or held-out data are not held out."""
+
+
+class PosteriorWarning(UserWarning):
+    """A fitted posterior should not be used before it is calibrated.
+
+    It contradicts the network on training inputs, or the network knows its training data by heart, so that they hold
+    hardly any information.
+    """
 
 
 class StructureNotice(UserWarning):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -91,8 +92,12 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, calibrate, save: while the network is still on the device that it was trained on."""
         model = self._model(pl_module)
-        posterior = errbar.fit(model, self._data(trainer), **self.options)
         held_out = self._held_out(trainer)
+        with warnings.catch_warnings():
+            if held_out is not None:
+                # What it says of a posterior that is not calibrated does not matter: this one will be.
+                warnings.simplefilter("ignore", errbar.PosteriorWarning)
+            posterior = errbar.fit(model, self._data(trainer), **self.options)
         if held_out is not None:
             shared = {name: self.options[name] for name in ("unpack", "group", "progress") if name in self.options}
             posterior = errbar.calibrate(posterior, held_out, fit=self.calibrate, **shared)

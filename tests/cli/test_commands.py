@@ -344,6 +344,21 @@ def test_plan_lists_the_options_and_the_best(workspace: Workspace) -> None:
     assert (facts["memory"], facts["batch"]) == (2**30, 32)
     assert facts["best"]["structure"] == "dense"
     assert {option["structure"] for option in facts["options"]} == {"dense", "block", "kron", "lowrank", "diag"}
+    assert facts["best"]["parameters"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (["--last-layers", "1"], {"last_layers": 1, "parameters": None}),
+        (["--parameters", "all"], {"last_layers": None, "parameters": "all"}),
+    ],
+)
+def test_plan_is_about_what_is_asked(asked: list[str], expected: dict[str, object], workspace: Workspace) -> None:
+    facts = said("plan", "tiny_net:trained", "data.npz", *asked, "--structure", "kron")
+    (option,) = facts["options"]
+    assert option["structure"] == "kron"
+    assert {name: option[name] for name in expected} == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- people

@@ -73,6 +73,7 @@ PUBLIC = {
     "MismatchError",
     "MissingExtraError",
     "ModelError",
+    "PosteriorWarning",
     "RankError",
     "SelectionError",
     "SingularCovarianceError",

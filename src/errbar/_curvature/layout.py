@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -75,6 +76,11 @@ class Layout:
     returning: frozenset[str]
     seconds: float
     sample_seconds: float
+
+    @cached_property
+    def _slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector of all."""
+        return _every(self.network).slices()
 
     @property
     def n_layers(self) -> int:
@@ -167,7 +173,7 @@ class Layout:
         """The selected tensors that neither a layer nor a norm layer holds."""
         layer_starts = {start for layer in self.layers if layer.name in self.uses for start in _starts(layer)}
         layer_starts |= {start for norm in self.norms for start in _starts(norm)}
-        every = _every(self.network).slices()
+        every = self._slices
         shapes = zip(selection.names, selection.shapes, strict=True)
         rest = {name: shape for name, shape in shapes if every[name].start not in layer_starts}
         return Selection(tuple(rest), tuple(rest.values()))
@@ -281,7 +287,7 @@ def inspect(network: Network, batch: Batch) -> Inspection:
     ending = ending_of(graphs[0].logits.grad_fn)
     _require_logits(network, order, ending)
     sample_seconds = _require_separate_samples(network, batch, observation)
-    ran = [Layer.of(network.module, name) for name, _ in layers_that_ran(network.module, order)]
+    ran = Layer.all_of(network.module, [name for name, _ in layers_that_ran(network.module, order)])
     for part in _growing(batch):
         # Layers that only some samples reach, as experts do: until each has run, or the batch is over.
         if all(any(layer.name in graph.ends for graph in graphs) for layer in ran):

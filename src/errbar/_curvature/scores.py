@@ -113,7 +113,7 @@ def sample_keys(batch: Batch) -> Int[Tensor, "B"]:
     not count either. So padding with zeros, or behind a mask, changes no key.
     """
     size = len(batch)
-    mask = next((value for name, value in batch.kwargs.items() if name in _MASKS and isinstance(value, Tensor)), None)
+    mask = mask_of(batch)
     total: Tensor | None = None
     for index, leaf in enumerate(_padded_leaves(batch)):
         if leaf.ndim == 0 or leaf.shape[0] != size:
@@ -122,6 +122,11 @@ def sample_keys(batch: Batch) -> Int[Tensor, "B"]:
         total = key if total is None else total + key
     assert total is not None, "a batch holds a tensor that runs over its samples"
     return mixed(total)
+
+
+def mask_of(batch: Batch) -> Tensor | None:
+    """What says which places of the sequences of a batch are padding, if anything does."""
+    return next((value for name, value in batch.kwargs.items() if name in _MASKS and isinstance(value, Tensor)), None)
 
 
 def uniforms(keys: Int[Tensor, "B"], seed: int, draws: int) -> Float[Tensor, "B k"]:

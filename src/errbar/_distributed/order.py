@@ -115,7 +115,7 @@ def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:
         return None
     if is_distributed(sampler):
         # Those of all its ranks together, without padding.
-        whole = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+        whole: DistributedSampler[Any] = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
         whole.set_epoch(sampler.epoch)
         samples = list(whole)
         size = _batch_size(loader)
@@ -231,9 +231,9 @@ def used_in_order(
     Several ranks compute everything before `use` begins. Parts that are too large for the memory wait in `folder`, if
     this machine has it.
     """
-    is_here = folder is not None and folder.is_dir()
+    where = str(folder) if folder is not None and folder.is_dir() else None
     # Closed here, so that a mistake ends the progress line before it is told.
-    with closing(results), tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=folder if is_here else None) as file:
+    with closing(results), tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=where) as file:
         columns = _joined(results, share, team, file)
 
         def step() -> Result | None:

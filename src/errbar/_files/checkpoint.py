@@ -151,7 +151,13 @@ def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
             )
     position = contents.description.part("position")
     stream.skip(path, position.whole("batches", 1), position.digest("digest"))
-    return Information(task, checkpoint.total.to(task.network.device), checkpoint.n_samples, checkpoint.log_likelihood)
+    return Information(
+        task,
+        checkpoint.total.to(task.network.device),
+        checkpoint.n_samples,
+        checkpoint.log_likelihood,
+        checkpoint.seen,
+    )
 
 
 def _layers(task: Task) -> list[Description]:

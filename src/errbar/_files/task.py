@@ -28,6 +28,7 @@ from errbar._model.batch import FORMS, Form
 from errbar._model.network import Output
 from errbar._model.selection import Selection
 from errbar._posterior.information import Information
+from errbar._posterior.seen import KEY_BITS, MOST_KEYS, Seen
 from errbar.errors import ArgumentError, DamagedFileError
 
 _NO_LAYERS: Description = {
@@ -245,6 +246,7 @@ def information_record(information: Information, classes: tuple[str, ...] | None
         "n_samples": information.n_samples,
         "log_likelihood": information.log_likelihood,
         "sum": small,
+        "seen": _saved_seen(information.seen),
     }
     return description, tensors
 
@@ -258,7 +260,25 @@ def read_information(contents: Contents) -> tuple[Information, tuple[str, ...] |
         raise DamagedFileError(f"{contents.path} names {len(classes)} classes of {task.n_classes}.")
     total = structure_called(task.structure).read_sum(contents, task)
     likelihood = fields.number("log_likelihood") if "log_likelihood" in fields else None
-    return Information(task, total, fields.number("n_samples", least=0), likelihood), classes
+    return Information(task, total, fields.number("n_samples", least=0), likelihood, _read_seen(fields)), classes
+
+
+def _saved_seen(seen: Seen | None) -> Description | None:
+    if seen is None:
+        return None
+    return {"limit": seen.limit, "keys": list(seen.counts), "counts": list(seen.counts.values())}
+
+
+def _read_seen(fields: Fields) -> Seen | None:
+    """The keys of the samples; older files have none."""
+    if "seen" not in fields:
+        return None
+    part = fields.part("seen")
+    limit, keys, counts = part.whole("limit"), part.wholes("keys"), part.wholes("counts")
+    are_keys = list(keys) == sorted(set(keys)) and all(key < limit for key in keys) and limit <= 2**KEY_BITS
+    if not are_keys or len(keys) > MOST_KEYS or len(counts) != len(keys) or 0 in counts:
+        raise DamagedFileError(f"{fields.where} holds keys of its samples that do not fit together.")
+    return Seen(dict(zip(keys, counts, strict=True)), limit)
 
 
 def checked_classes(classes: Sequence[str] | None, n_classes: int) -> tuple[str, ...] | None:

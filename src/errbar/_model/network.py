@@ -12,6 +12,7 @@ import hashlib
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def replicate(module: nn.Module) -> nn.Module:
         new = object.__new__(kind) if isinstance(original, torch.fx.GraphModule) else kind.__new__(kind)
         clones[id(original)] = new
         attributes = {
-            name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
+            name: _copied(value) if isinstance(value, (dict, list, set)) else value
             for name, value in original.__dict__.items()
         }
         attributes["_compiled_call_impl"] = None
@@ -82,6 +83,11 @@ def replicate(module: nn.Module) -> nn.Module:
             if name not in ("_modules", "_parameters", "_buffers"):
                 new.__dict__[name] = _with_clones(value, clones)
     return root
+
+
+def _copied(value: Any) -> Any:
+    # The own method of the plain ones: `copy.copy` takes ten times as long, and a network has thousands of them.
+    return value.copy() if type(value) in (dict, list, set, OrderedDict) else copy.copy(value)
 
 
 def _with_clones(value: Any, clones: dict[int, nn.Module]) -> Any:

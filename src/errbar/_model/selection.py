@@ -82,11 +82,16 @@ class Layer:
     parameters: tuple[str, ...]
 
     @staticmethod
-    def of(module: nn.Module, name: str) -> Layer:
-        """A module inside `module`, with all its parameters."""
+    def all_of(module: nn.Module, names: Sequence[str]) -> list[Layer]:
+        """Modules inside `module`, each with all its parameters."""
         # named_parameters() gives a tied parameter one name only; find it by identity.
-        own = {id(parameter) for parameter in module.get_submodule(name).parameters()}
-        return Layer(name, tuple(full for full, parameter in module.named_parameters() if id(parameter) in own))
+        every = {id(parameter): name for name, parameter in module.named_parameters()}
+        parts = dict(module.named_modules(remove_duplicate=False))
+        own = ({id(parameter) for parameter in parts[name].parameters()} for name in names)
+        return [
+            Layer(name, tuple(full for key, full in every.items() if key in keys))
+            for name, keys in zip(names, own, strict=True)
+        ]
 
 
 def select(

@@ -30,21 +30,23 @@ from errbar._operations.candidates import Candidate, Question, listed_candidates
 from errbar._operations.choice import Choice, Row, Trial, best_trial, paired
 from errbar._operations.choose_prior import choose_prior
 from errbar._operations.folds import Groups, divided, group_numbers, require_folds, standard_error
-from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
+from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for, require_room_for
 from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
+from errbar._operations.overlap import Overlap
 from errbar._operations.search import calibration_near, largest_covariance
 from errbar._posterior.collect import collect, collect_several
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, logits_of_each
 from errbar._posterior.prior import Prior
+from errbar._posterior.pushing import affordable_draws, keeps_draws
 from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, DataError, StructureNotice
 
 # The priors that the held-out data choose among: decades, because T_c makes up for what lies between.
 PRECISIONS = tuple(10.0**step for step in range(-2, 5))
 _FEW_PRECISIONS = (1.0, 100.0)
-# A factorisation that takes longer is not repeated for many priors.
-_QUICK = 2.0
-_FINAL_DRAWS = 1000
+# A factorisation that takes longer is not repeated for many priors; nor are the draws of more classes held for many.
+_QUICK, _FEW_CLASSES = 2.0, 100
+_FINAL_DRAWS, _KEPT_DRAWS = 1000, 1000
 # Shares of the time: of one pass for several candidates, and what is left for the last fit.
 _SHARE_OF_PASS, _SHARE_AT_END = 0.4, 0.08
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
@@ -154,8 +156,9 @@ def _same_everywhere(team: Team, candidates: list[Candidate], left_out: list[str
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """A row, the posterior that it is of (not yet calibrated), and its held-out Gaussians."""
+    """A row, the posterior that it is of, not yet calibrated, and its held-out Gaussians."""
 
+    candidate: Candidate
     trial: Trial
     names: tuple[str, ...]
     posterior: Posterior
@@ -265,13 +268,10 @@ class _Search:
                 ]
 
     def _has(self, candidate: Candidate) -> bool:
-        return any(
-            (tried.trial.row.parameters, tried.trial.row.structure) == (candidate.label, candidate.request.structure)
-            for tried in self.tried
-        )
+        return any(tried.candidate is candidate for tried in self.tried)
 
-    def _samples(self) -> int:
-        return self.cheapest[0].information.n_samples if self.cheapest else 0
+    def _samples(self) -> float:
+        return self.cheapest[0].information.n_samples if self.cheapest else 0.0
 
     def _expected(self, candidate: Candidate) -> float:
         """Seconds of a fit and of all that follows, as far as these are known."""
@@ -353,7 +353,7 @@ class _Search:
                 index = first + link.variant
                 row = self._row(candidate, posteriors[index], link, prior_by, seconds + condition_seconds, microseconds)
                 self.tried.append(
-                    _Tried(Trial(row, link.scores.losses), link.names, posteriors[index], variants[index])
+                    _Tried(candidate, Trial(row, link.scores.losses), link.names, posteriors[index], variants[index])
                 )
 
     def _judged(self, variants: Sequence[HeldOut]) -> list[Judged]:
@@ -374,7 +374,8 @@ class _Search:
             begin = time.monotonic()
             first = condition(information, Prior(1.0))
             # Seconds differ between ranks, and all must do the same.
-            is_quick = self.team.broadcast(time.monotonic() - begin < _QUICK)
+            is_quick = information.n_classes <= _FEW_CLASSES and time.monotonic() - begin < _QUICK
+            is_quick = self.team.broadcast(is_quick)
             prior = Prior(1.0)
             if information.log_likelihood is not None:
                 grid = {} if is_quick else {"precisions": _FEW_PRECISIONS}
@@ -402,21 +403,36 @@ class _Search:
             for batch in stream:
                 self.tick()
                 begin = time.perf_counter()
-                for part, gaussian in zip(parts, logits_of_each(posteriors, batch), strict=True):
+                for part, gaussian in zip(parts, self._gaussians(posteriors, batch), strict=True):
                     part.append(gaussian)
+                    require_room_for(part)
                 labels.append(labels_for(parts[0][-1], batch))
                 seconds += time.perf_counter() - begin
                 count += len(batch)
             return [held_out_of_gaussians(part, labels) for part in parts] if labels else None
 
         stream = opened(self.held_out, self.unpack, self.team, title="Held-out data", progress=self.progress)
-        variants = gathered(self.team.together(read), posteriors[0].information.network.device, self.team)
-        if self.cheapest and not torch.equal(self.cheapest_held_out.labels, variants[0].labels):
+        overlap = Overlap(posteriors[0].information)
+        if not self.cheapest:
+            stream = overlap.watching(stream)
+        task = posteriors[0].information.task
+        variants = gathered(self.team.together(read), task, self.team, affordable_draws(task.n_classes, _KEPT_DRAWS))
+        if not self.cheapest:
+            overlap.warn(self.team, stacklevel=6)
+        elif not torch.equal(self.cheapest_held_out.labels, variants[0].labels):
             raise DataError(
                 "The held-out data came in another order than before; expected the same samples in the same order each "
                 "time they are read. Pass a Dataset, a list of batches, or a DataLoader that does not shuffle."
             )
         return variants, 1e6 * seconds / max(count, 1) / len(posteriors)
+
+    def _gaussians(self, posteriors: Sequence[Posterior], batch: Batch) -> list[LogitGaussian]:
+        """Without calibration; by draws of the parameters where there are so many classes that this is quicker."""
+        task = posteriors[0].information.task
+        draws = affordable_draws(task.n_classes, _KEPT_DRAWS)
+        if keeps_draws(task, draws):
+            return [posterior.uncalibrated().drawn_logits(batch, draws, self.seed) for posterior in posteriors]
+        return logits_of_each(posteriors, batch)
 
     def _judge_baselines(self, held_out: HeldOut) -> None:
         calibration, scores = scaled_softmax(held_out, self.folds)
@@ -446,7 +462,7 @@ class _Search:
         precision = posterior.prior.precision
         return replace(
             row,
-            structure=candidate.request.structure,
+            structure=posterior.information.structure,
             fisher=candidate.request.fisher,
             n_parameters=posterior.information.n_parameters,
             exact=candidate.option.exact,
@@ -476,10 +492,11 @@ class _Search:
         else:
             tried = next(tried for tried in self.tried if tried.trial is best)
             row = best.row
+            final_draws = affordable_draws(tried.posterior.information.n_classes, _FINAL_DRAWS)
             near = Calibration(row.temperature, row.covariance_scale, row.softening)
             posterior, at = (
                 tried.posterior,
-                self._final(lambda: calibration_near(tried.held_out, tried.names, near, _FINAL_DRAWS, self.seed)),
+                self._final(lambda: calibration_near(tried.held_out, tried.names, near, final_draws, self.seed)),
             )
             reason = _reason_for(row, rows)
         return Choice(

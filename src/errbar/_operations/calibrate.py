@@ -17,6 +17,7 @@ from errbar._model.batch import Unpack
 from errbar._operations.held_out import read_held_out
 from errbar._operations.search import NAMES, OBJECTIVES, TWO, best_calibration
 from errbar._posterior.posterior import Posterior, require_posterior
+from errbar._posterior.pushing import affordable_draws
 from errbar.errors import ArgumentError, CalibrationWarning
 
 
@@ -58,7 +59,8 @@ def calibrate(
         data: held-out batches with labels, not used for training.
         objective: "nll", "brier" or "ece".
         fit: which of "temperature", "covariance_scale" and "softening" to fit.
-        samples: Monte Carlo draws for the PMF.
+        samples: Monte Carlo draws for the PMF; with M > 100 classes at most 100,000/M, and then 100 at least, which are
+            held in memory where that is quicker: up to 100,000 numbers for each input, or 100 M.
         seed: for these draws.
         unpack: as in `collect`; by default that of the fit.
         group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.
@@ -67,15 +69,16 @@ def calibrate(
     team = team_of(group)
     names = team.together(lambda: _require_question(posterior, objective, fit))
     posterior.require_ready(team)
+    samples = affordable_draws(posterior.information.n_classes, team.together(lambda: require_samples(samples)))
     start = posterior.calibration
     team.require_same(start.described() | {"objective": objective, "fit": names, "samples": samples, "seed": seed})
-    held_out = read_held_out(posterior, data, unpack or posterior.unpack, progress, team)
+    held_out = read_held_out(posterior, data, unpack or posterior.unpack, progress, team, samples, seed)
 
     def search() -> tuple[Calibration, list[str]] | None:
         if not team.leads:
             return None
         with plain_execution(held_out.mean.device):
-            return best_calibration(held_out, OBJECTIVES[objective], names, start, require_samples(samples), seed)
+            return best_calibration(held_out, OBJECTIVES[objective], names, start, samples, seed)
 
     best, messages = team.broadcast(team.together(search))
     for text in messages:

@@ -41,7 +41,7 @@ class Candidate:
     def device(self) -> torch.device:
         return next(self.request.model.parameters()).device
 
-    def fit_seconds(self, samples: int) -> float:
+    def fit_seconds(self, samples: float) -> float:
         return self.option.fit_seconds_per_sample * samples + self.option.seconds_once
 
 

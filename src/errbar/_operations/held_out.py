@@ -17,13 +17,17 @@ from torch import Tensor
 
 from errbar._base.execution import plain_execution
 from errbar._base.linalg import exp_without_subnormals_
+from errbar._curvature.task import Task
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration
+from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, Unpack, checked_labels
+from errbar._operations.overlap import Overlap
 from errbar._posterior.posterior import Posterior
+from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
 from errbar.errors import DataError
 
 # Samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
@@ -50,6 +54,10 @@ class HeldOut:
         """Some of the inputs, in this order."""
         root = replace(self.root, values=self.root.values[rows])
         return HeldOut(self.mean[rows], root, self.labels[rows], self.variance[rows])
+
+    def keeping(self, samples: int, seed: int) -> HeldOut:
+        """The same with these draws of the logits held, where that is quicker than to make them again."""
+        return replace(self, root=self.root.keeping(samples, seed, self.mean))
 
     def draws(self, samples: int, seed: int) -> Float[Tensor, "d K"]:
         return self.root.draws(samples, seed, self.mean)
@@ -161,16 +169,22 @@ class HeldOut:
         return pmf, slopes
 
 
-def read_held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team) -> HeldOut:
-    """The held-out inputs of all ranks, in the order of ranks, on every rank. A collective call."""
-    stream = opened(data, unpack, team, title="Calibrating", progress=progress)
-    own = team.together(lambda: held_out_of(posterior, stream))
-    return gathered(None if own is None else [own], posterior.information.network.device, team)[0]
+def read_held_out(
+    posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team, samples: int, seed: int
+) -> HeldOut:
+    """The held-out inputs of all ranks, in the order of ranks, on every rank, for so many draws. A collective call."""
+    overlap = Overlap(posterior.information)
+    stream = overlap.watching(opened(data, unpack, team, title="Calibrating", progress=progress))
+    own = team.together(lambda: held_out_of(posterior, stream, samples, seed))
+    overlap.warn(team, stacklevel=3)
+    whole = gathered(None if own is None else [own], posterior.information.task, team, samples)[0]
+    return whole.keeping(samples, seed)
 
 
-def gathered(own: Sequence[HeldOut] | None, device: torch.device, team: Team) -> list[HeldOut]:
+def gathered(own: Sequence[HeldOut] | None, task: Task, team: Team, samples: int) -> list[HeldOut]:
     """What several ranks have read, one after the other, on every rank; None for a rank without data, and of several
     posteriors at once. A collective call."""
+    device = task.network.device
     counts = team.exchange(0 if own is None else len(own))
     if not any(counts):
         raise DataError("The data for calibration are empty: expected at least one batch.")
@@ -183,21 +197,30 @@ def gathered(own: Sequence[HeldOut] | None, device: torch.device, team: Team) ->
         one = None if own is None else own[index]
         rows = team.gathered(None if one is None else one.parts(), device)
         common = {} if one is None or first != team.rank else one.root.common()
-        root = SamplingRoot(rows["root"], **team.gathered(common, device))
+        root = SamplingRoot(rows["root"], **team.gathered(common, device), kept=keeps_draws(task, samples))
         results.append(HeldOut(rows["mean"], root, rows["labels"], rows["variance"]))
     return results
 
 
-def held_out_of(posterior: Posterior, stream: Iterator[Batch]) -> HeldOut | None:
+def held_out_of(posterior: Posterior, stream: Iterator[Batch], samples: int, seed: int) -> HeldOut | None:
     """This rank's part of the held-out inputs; None if it has none."""
     plain = posterior.uncalibrated()
     gaussians: list[LogitGaussian] = []
     labels: list[Tensor] = []
     for batch in stream:
-        gaussian = plain.unrounded_logits(batch)
+        gaussian = plain.sampling_logits(batch, samples, seed)
         gaussians.append(gaussian)
+        require_room_for(gaussians)
         labels.append(labels_for(gaussian, batch))
     return held_out_of_gaussians(gaussians, labels) if gaussians else None
+
+
+def require_room_for(gaussians: Sequence[LogitGaussian]) -> None:
+    """Refuse draws of the logits of more inputs than memory holds."""
+    form = gaussians[-1].form
+    if isinstance(form, DrawnCovariance):
+        inputs, (size, classes) = sum(map(len, gaussians)), gaussians[-1].mean.shape
+        require_room(size, inputs, classes, form.draws, gaussians[-1].mean)
 
 
 def labels_for(gaussian: LogitGaussian, batch: Batch) -> Int[Tensor, "B"]:
@@ -215,9 +238,10 @@ def held_out_of_gaussians(gaussians: Sequence[LogitGaussian], labels: Sequence[I
 
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:
     """−(1/N) Σ_n ln f_y, finite even where a probability would underflow."""
+    samples = affordable_draws(posterior.information.n_classes, samples)
     total, count = 0.0, 0
     for batch in data:
-        part = held_out_of(posterior, iter([batch]))
+        part = held_out_of(posterior, iter([batch]), samples, seed)
         assert part is not None
         with plain_execution(part.mean.device):
             normal = part.draws(samples, seed)

@@ -29,8 +29,14 @@ from errbar._operations.search import (
 )
 
 LINKS = (TWO, NAMES)
-# Draws while searching, and for the scores out of fold. Few draws only cost: they lower E ln f by about Var f/(2 K f²).
-_SEARCH_DRAWS, _SCORE_DRAWS = 100, 400
+# Draws while searching, fewer where there are many numbers; four times as many for the scores out of fold. Few draws
+# only cost: they lower E ln f by about Var f/(2 K f²).
+_MOST_DRAWS, _LEAST_DRAWS, _NUMBERS, _TIMES = 100, 16, 2e7, 4
+
+
+def search_draws(held_out: HeldOut) -> int:
+    """Draws of a search through these inputs."""
+    return int(min(_MOST_DRAWS, max(_LEAST_DRAWS, _NUMBERS // held_out.mean.numel())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +118,7 @@ def judged(
 
 
 def _whole(held_out: HeldOut, names: tuple[str, ...], seed: int, tick: Callable[[], None]) -> Calibration:
-    best, _ = best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), _SEARCH_DRAWS, seed, LITTLE)
+    best, _ = best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), search_draws(held_out), seed, LITTLE)
     tick()
     return best
 
@@ -121,8 +127,10 @@ def _near(
     held_out: HeldOut, near: Calibration | None, names: tuple[str, ...], seed: int, *, slides: bool = True
 ) -> Calibration:
     if near is None:
-        return best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), _SEARCH_DRAWS, seed, LITTLE)[0]
-    return calibration_near(held_out, names, near, _SEARCH_DRAWS, seed, slides=slides)
+        return best_calibration(
+            held_out, OBJECTIVES["nll"], names, Calibration(), search_draws(held_out), seed, LITTLE
+        )[0]
+    return calibration_near(held_out, names, near, search_draws(held_out), seed, slides=slides)
 
 
 def _best_variant(
@@ -135,7 +143,7 @@ def _best_variant(
     for held_out, start in zip(variants, starts, strict=True):
         part = held_out.chosen(rows)
         at = start if seed is None else _near(part, start, TWO, seed, slides=False)
-        values.append(part.nll(at, part.draws(_SEARCH_DRAWS, seed or 0)))
+        values.append(part.nll(at, part.draws(search_draws(part), seed or 0)))
     return min(range(len(values)), key=values.__getitem__)
 
 
@@ -150,7 +158,7 @@ def _scored(like: HeldOut, parts: Sequence[tuple[Int[Tensor, "n"], HeldOut, Cali
     for rows, held_out, at in parts:
         part = held_out.chosen(rows)
         # Other draws than those of the search, to which its result is adapted.
-        normal = part.draws(_SCORE_DRAWS, 1)
+        normal = part.draws(_TIMES * search_draws(like), 1)
         losses[rows] = -part.log_likelihood(at, normal)[0].cpu()
         pmf[rows] = part.pmf(at, normal)[0].cpu()
     return Scores(losses, pmf, like.labels.cpu())

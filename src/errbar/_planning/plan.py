@@ -148,8 +148,8 @@ def plan(
         memory: bytes that a fit may take; by default nine tenths of what is available.
         last_layers: plan for these parameters alone; as in `collect`.
         parameters: plan for these parameters alone; as in `collect`.
-        structure: plan for this structure alone, a name or a mixture as in `collect`; of the usual parameters, those that
-            a mixture divides. Without it, the mixture of "auto" is planned where neither "dense" nor "block" fits.
+        structure: plan for this structure alone, a name or a mixture as in `collect`; of the usual parameters, those
+            that a mixture divides. Without it, the mixture of "auto" is planned where neither "dense" nor "block" fits.
         fisher: as in `collect`.
         rank: as in `collect`.
         precision: as in `collect`.
@@ -188,13 +188,13 @@ def plan(
 
 
 def _timed(layout: Layout, batch: Batch) -> Layout:
-    """The layout with the time of passes of the whole batch, now that the network is warm."""
+    """The layout with the time of a pass of the whole batch, now that the network is warm."""
     network = layout.network
+    if network.device.type != "cuda":
+        return layout.timed(network.observed(batch))
+    # The device runs behind, so that the ends of calls have no time.
     _, seconds = timed(lambda: network.logits(batch), network.device)
-    each = min(layout.sample_seconds, seconds / len(batch))
-    # Where a device runs behind, the ends of calls have no time.
-    warm = layout if network.device.type == "cuda" else layout.timed(network.observed(batch))
-    return replace(warm, sample_seconds=min(each, warm.sample_seconds))
+    return replace(layout, sample_seconds=min(layout.sample_seconds, seconds / len(batch)))
 
 
 @dataclass(frozen=True)

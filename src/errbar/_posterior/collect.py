@@ -10,8 +10,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from errbar._model.selection import require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
 from errbar._planning.notice import tell_of_fit
 from errbar._posterior.information import Information
+from errbar._posterior.seen import Seen, SeenSoFar
 from errbar.errors import DataError
 
 DEFAULT_EVERY = 100
@@ -111,19 +113,27 @@ def collect(
         checkpoint=checkpoint,
         every=every,
     )
+    return collected(request, data, group=group, progress=progress)[0]
+
+
+def collected(
+    request: Request, data: Any, *, group: Any, progress: bool, stacklevel: int = 3
+) -> tuple[Information, Batch | None]:
+    """The information of all ranks, and the first batch that this rank read, if it read any."""
     team = team_of(group)
+    first: Batch | None
     if team.is_alone:
-        information = _collect_alone(request, data, progress=progress)
+        information, first = _collect_alone(request, data, progress=progress)
     else:
-        information = _collect_over(team, request, data, progress=progress)
+        information, first = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
         warnings.warn(
             "The data hold no information at all: the model is so certain of every sample that Λ = diag f − f fᵀ "
             "is exactly zero, and the posterior is the prior. Check that the model returns logits of a sensible size.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
-    return information
+    return information, first
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +200,7 @@ class Request:
             return structure_called(task.structure).routed(task, batch, self.rank)
 
 
-def _collect_alone(request: Request, data: Any, *, progress: bool) -> Information:
+def _collect_alone(request: Request, data: Any, *, progress: bool) -> tuple[Information, Batch]:
     file, network = request.checked()
     stream = stream_of(data, request.unpack, title=_TITLE, progress=progress)
     first = next(stream, None)
@@ -200,7 +210,9 @@ def _collect_alone(request: Request, data: Any, *, progress: bool) -> Informatio
     count = count_batches(data)
     tell_of_fit(task, request.rank, None if count is None else count * len(first))
     whole = chain([first], stream)
-    return accumulate(task, whole) if file is None else _accumulate_in_parts(task, whole, file, request.every)
+    if file is None:
+        return accumulate(task, whole), first
+    return _accumulate_in_parts(task, whole, file, request.every), first
 
 
 def _accumulate_in_parts(
@@ -220,7 +232,7 @@ def _accumulate_in_parts(
     return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
 
 
-def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> Information:
+def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> tuple[Information, Batch | None]:
     """The same by several ranks, which agree after each step. A collective call."""
     file, network = team.together(lambda: request.checked(team.rank, team.size))
     stream = opened(data, request.unpack, team, title=_TITLE, progress=progress)
@@ -236,9 +248,9 @@ def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) ->
         tell_of_fit(complete_task, request.rank, None if count is None else count * example.size // team.size)
     whole = stream if first is None else chain([first], stream)
     if file is None:
-        return accumulate_over(team, complete_task, whole)
+        return accumulate_over(team, complete_task, whole), first
     parts = partial(_accumulate_in_parts, complete_task, whole, file, request.every, may_be_empty=True)
-    return _summed_over(team, team.together(parts))
+    return _summed_over(team, team.together(parts)), first
 
 
 def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], rows: Rows | None = None) -> Information:
@@ -250,9 +262,11 @@ def accumulate_over(team: Team, task: Task, stream: Iterator[Batch], rows: Rows 
 
 def _summed_over(team: Team, own: Information) -> Information:
     """The sum of the information of all ranks of a team."""
-    parts = team.exchange((own.n_samples, own.log_likelihood))
-    counts = [count for count, _ in parts]
-    likelihoods = [likelihood for count, likelihood in parts if count > 0]
+    seen = None if own.seen is None else (dict(own.seen.counts), own.seen.limit)
+    parts = team.exchange((own.n_samples, own.log_likelihood, seen))
+    counts = [count for count, _, _ in parts]
+    likelihoods = [likelihood for count, likelihood, _ in parts if count > 0]
+    all_seen = [None if part is None else Seen(*part) for _, _, part in parts]
     if not likelihoods:
         raise DataError("The data are empty on all ranks: expected at least one batch.")
     return replace(
@@ -260,6 +274,7 @@ def _summed_over(team: Team, own: Information) -> Information:
         total=own.total.reduced([count > 0 for count in counts], team),
         n_samples=sum(counts),
         log_likelihood=None if None in likelihoods else sum(likelihoods),
+        seen=None if None in all_seen else reduce(add, all_seen),
     )
 
 
@@ -291,7 +306,7 @@ class _Pass:
     def __init__(self, task: Task, repeats: Repeats, rows: Rows | None = None) -> None:
         structure, network = structure_called(task.structure), task.network
         require_fits(task, structure)
-        self.task, self.checks, self.count = task, Checks(network.device), 0
+        self.task, self.checks, self.count, self.seen = task, Checks(network.device), 0, SeenSoFar()
         self.likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
         scores = None if task.scores is None else task.scores.counting(repeats)
         with plain_execution(network.device):
@@ -300,7 +315,9 @@ class _Pass:
     def add(self, batch: Batch) -> None:
         network, checks = self.task.network, self.checks
         with plain_execution(network.device):
-            logits = self.accumulator.add_batch(network.prepare(batch, checks))
+            prepared = network.prepare(batch, checks)
+            logits = self.accumulator.add_batch(prepared)
+            self.seen.add(prepared)
             require_finite_logits(logits, checks)
             if self.likelihood is not None and batch.labels is not None:
                 self.likelihood = self.likelihood + _label_likelihood(logits, batch.labels, checks)
@@ -315,7 +332,13 @@ class _Pass:
             self.checks.finish()
             total = self.accumulator.finish()
         likelihood = None if self.likelihood is None else float(self.likelihood)
-        return Information(task=self.task, total=total, n_samples=self.count, log_likelihood=likelihood)
+        return Information(
+            task=self.task,
+            total=total,
+            n_samples=self.count,
+            log_likelihood=likelihood,
+            seen=self.seen.finish(),
+        )
 
 
 def collect_several(

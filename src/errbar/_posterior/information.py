@@ -20,6 +20,7 @@ from errbar._curvature.task import Task, output_given
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output
 from errbar._model.selection import Selection
+from errbar._posterior.seen import Seen
 from errbar.errors import ArgumentError, ForgetError, MismatchError
 
 
@@ -27,13 +28,15 @@ from errbar.errors import ArgumentError, ForgetError, MismatchError
 class Information:
     """What the data say about the parameters, without a prior: Σ_n J_nᵀ Λ_n J_n and the number of samples in it.
 
-    `log_likelihood` is Σ ln f_y(x; θ̂), or None if the data had no labels.
+    `log_likelihood` is Σ ln f_y(x; θ̂), or None if the data had no labels. `seen` tells whether a sample was among the
+    data, or is None where that is not known.
     """
 
     task: Task
     total: Sum
     n_samples: float
     log_likelihood: float | None
+    seen: Seen | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -85,6 +88,7 @@ class Information:
             total=self.total + other.total,
             n_samples=self.n_samples + other.n_samples,
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, 1),
+            seen=None if self.seen is None or other.seen is None else self.seen + other.seen,
         )
 
     def __radd__(self, other: object) -> Information:
@@ -112,6 +116,7 @@ class Information:
             # Discounts round, so a count of zero may come out slightly negative.
             n_samples=max(self.n_samples - other.n_samples, 0),
             log_likelihood=_combined(self.log_likelihood, other.log_likelihood, -1),
+            seen=None if self.seen is None or other.seen is None else self.seen - other.seen,
         )
 
     def __mul__(self, factor: float) -> Information:

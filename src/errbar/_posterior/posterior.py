@@ -24,6 +24,7 @@ from errbar._derivative.trace import TopClasses
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
+from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import (
@@ -36,10 +37,11 @@ from errbar._distributions.sampling import (
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
-from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
+from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
 from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
-from errbar._posterior.pushing import contrast_variance_of, pushed_deviations, pushing_is_cheaper, require_top
+from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
+from errbar._posterior.width import warn_of_width
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
 # Rounding of the information above this share of the prior gives a warning.
@@ -79,6 +81,11 @@ class Posterior:
     def jitter(self) -> float:
         """What had to be added to the precision, as a share of its mean diagonal, to factorise it; usually 0."""
         return self.factor.jitter
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether T or T_c were fitted or set: as `fit` leaves them, both are 1."""
+        return self.calibration != Calibration()
 
     def covariance(self) -> Float[Tensor, "n n"]:
         """P in float64, without calibration."""
@@ -143,33 +150,37 @@ class Posterior:
                 the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
                 end. A tensor or a mapping of another form goes to the model as it is.
         """
-        if draws == "random" and pushing_is_cheaper(self.information.task, require_samples(samples)):
-            return self._pushed_prediction(x, samples, require_seed(seed), unpack)
+        if draws == "random":
+            return self.sampling_logits(x, samples, seed, unpack=unpack).predict(samples, seed)
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
 
-    def _pushed_prediction(self, x: Any, samples: int, seed: int, unpack: Unpack | None) -> Prediction:
-        """f⁽ᵏ⁾ = softmax((ĝ + √T_c J δ⁽ᵏ⁾)/T(x)), δ⁽ᵏ⁾ ~ N(0, P): the distribution of `logits`, without P^g.
+    def sampling_logits(self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """What so many samples are taken from: `unrounded_logits`, or where that is quicker `drawn_logits`."""
+        if keeps_draws(self.information.task, require_samples(samples)):
+            return self.drawn_logits(x, samples, seed, unpack=unpack)
+        return self.unrounded_logits(x, unpack=unpack)
 
-        With softening, T(x) is from the contrast variance of these draws.
+    def drawn_logits(self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """N(ĝ/T(x), T_c P^g/T(x)²) by draws: ĝ, and K samples J δ of what the logits deviate from it, δ ~ N(0, P).
+
+        They have the distribution of `logits`, for all classes at once, and nothing of size M × M is made unless
+        `covariance` is read. The draws of the parameters are the same for all inputs, and follow from the seed;
+        `predict` of the result takes up to K of them as they are. With a softening, T(x) is from the contrast variance
+        of these draws. `x` and `unpack` as in `predict`.
         """
+        require_samples(samples), require_seed(seed)
+        if is_stream(x):
+            stream = input_batches(x, unpack or self.unpack)
+            return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
         task = self.information.task
-        scale = math.sqrt(self.covariance_scale)
-        batches = input_batches(x, unpack or self.unpack) if is_stream(x) else [x]
-        parts = []
         with plain_execution(task.network.device):
-            for part in batches:
-                checks, batch = self._prepared(part, unpack)
-                tell_of_prediction(task, len(batch), samples)
-                mean = task.network.logits(batch).to(task.network.dtype)
-                require_finite_logits(mean, checks)
-                checks.finish()
-                logits = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-                T: float | Tensor = self.temperature
-                if self.softening > 0:
-                    T = self.calibration.temperatures(contrast_variance_of(logits)).to(mean.dtype)[:, None, None]
-                logits.mul_(scale).add_(mean[:, :, None]).div_(T)
-                parts.append(softmax_over_classes_(logits))
-        return Prediction.from_sampler(GivenSampler(torch.cat(parts)))
+            checks, batch = self._prepared(x, unpack)
+            tell_of_prediction(task, len(batch), samples)
+            mean = task.network.logits(batch).to(task.network.dtype)
+            require_finite_logits(mean, checks)
+            checks.finish()
+            deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
+        return LogitGaussian(mean, DrawnCovariance(deviations)).calibrated(self.calibration)
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
         task = self.information.task
@@ -481,10 +492,12 @@ def fit(
     group: Any = None,
     progress: bool = False,
 ) -> Posterior:
-    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior."""
-    information = collect(
-        model,
-        data,
+    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior.
+
+    With a `PosteriorWarning` where it is far too wide to be used before it is calibrated (`_posterior.width`).
+    """
+    request = Request(
+        model=model,
         last_layers=last_layers,
         parameters=parameters,
         fisher=fisher,
@@ -497,10 +510,11 @@ def fit(
         output=output,
         checkpoint=checkpoint,
         every=every,
-        group=group,
-        progress=progress,
     )
-    return condition(information, Prior() if prior is None else prior)
+    information, first = collected(request, data, group=group, progress=progress)
+    posterior = condition(information, Prior() if prior is None else prior)
+    warn_of_width(posterior, first, team_of(group))
+    return posterior
 
 
 def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussian]:

@@ -125,7 +125,7 @@ def _prepared(here: Session, request: Request) -> _Prepared:
     from errbar._operations.candidates import listed_candidates
     from errbar.cli.fit import require_class_names
     from errbar.cli.inputs import TRAINING, class_names
-    from errbar.cli.models import model_of
+    from errbar.cli.models import reproducible_model_of
     from errbar.cli.output import require_new
     from errbar.cli.plan import byte_count
 
@@ -139,7 +139,7 @@ def _prepared(here: Session, request: Request) -> _Prepared:
     training = request.data.open(TRAINING, class_names(request.class_names))
     held_out = _held_out(request, training)
     groups = None if request.groups is None else _groups(here, request.groups, held_out)
-    network = model_of(request.model, request.weights, here.device)
+    network = reproducible_model_of(request.model, request.weights, here.device)
     require_class_names(network, training)
     return _Prepared(
         network,

@@ -52,7 +52,7 @@ def evaluate(
     """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
-    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.posteriors import PosteriorRequest, notice_if_uncalibrated
     from errbar.cli.session import session
 
     with session("evaluate", as_json=as_json, progress=progress, device=device, ranks=True) as here:
@@ -60,6 +60,7 @@ def evaluate(
         def prepared() -> tuple[tuple[int, int, int] | None, Loaded, Source, Source | None]:
             pictures = _required(report, outliers, shape, force, here.team.size)
             loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+            notice_if_uncalibrated(here, loaded)
             source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
             second = None
             if outliers is not None:
@@ -148,7 +149,7 @@ def _try(loaded: Loaded, sources: Sequence[Source], shape: tuple[int, int, int] 
 
     for source in sources:
         for batch in first_inputs(source.loader(), 2):
-            loaded.posterior.logits(batch)
+            loaded.posterior.sampling_logits(batch, samples=2)
             picture_of(batch, shape)
 
 

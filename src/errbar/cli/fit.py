@@ -71,9 +71,10 @@ def fit(
     progress: options.Progress = True,
 ) -> None:
     """Fit a posterior to a trained model and its training data. Labels are not needed."""
+    from errbar._posterior.width import INPUTS, warn_of_width
     from errbar.cli.autofit import Request, run
-    from errbar.cli.inputs import TRAINING, DataRequest, class_names
-    from errbar.cli.models import model_of
+    from errbar.cli.inputs import TRAINING, DataRequest, class_names, first_inputs
+    from errbar.cli.models import reproducible_model_of
     from errbar.cli.output import require_new
     from errbar.cli.posteriors import prior_of, require_prior, save
     from errbar.cli.session import session
@@ -93,7 +94,7 @@ def fit(
             if here.team.leads:
                 require_new(output, force)
             source = data_request.open(TRAINING, class_names(class_names_))
-            network = model_of(model, weights, here.device)
+            network = reproducible_model_of(model, weights, here.device)
             require_class_names(network, source)
             return network, source
 
@@ -117,6 +118,8 @@ def fit(
         )
         prior_value = prior_of(prior, weight_decay, information, here.progress and here.team.leads)
         posterior = errbar.condition(information, prior_value)
+        first = here.together(lambda: first_inputs(source.loader(), INPUTS) if here.team.leads else [])
+        warn_of_width(posterior, first[0] if first else None, here.team)
         evidence = None if information.log_likelihood is None else posterior.log_evidence()
         save(here, posterior, output, source.classes, {"log_evidence": evidence}, factors=factors)
 

@@ -43,7 +43,7 @@ def fuse(
     """Fuse several classifiers of the same inputs, or with --frames several frames of each object, into one PMF."""
     from errbar.cli.inputs import NEW, DataRequest, Source
     from errbar.cli.output import require_format, require_new
-    from errbar.cli.posteriors import posterior_requests
+    from errbar.cli.posteriors import notice_if_uncalibrated, posterior_requests
     from errbar.cli.predictions import PredictionColumns, thresholds_of, tracked_batches, write_predictions
     from errbar.cli.session import session
 
@@ -54,6 +54,7 @@ def fuse(
         _require_count(len(posterior), frames)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
         classes = _same_classes(loaded, posterior)
+        notice_if_uncalibrated(here, *loaded)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
         source = data_request.open(NEW, classes, labelled=False)
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from errbar._base.digest import digest_of
 from errbar.cli.user_code import called, named
 from errbar.errors import ArgumentError, FileError, MismatchError
 
@@ -33,6 +34,35 @@ def model_of(where: str, weights: Path | None, device: torch.device) -> nn.Modul
     if weights is not None:
         load_weights(model, weights)
     return model.to(device)
+
+
+def reproducible_model_of(where: str, weights: Path | None, device: torch.device) -> nn.Module:
+    """The same, once it is certain that each call, and so each command, makes the same weights.
+
+    Without a file the callable is called twice. Where its module sets the seed when it is imported, each first call in
+    a process starts from there, and so does the second one here.
+    """
+    if weights is not None:
+        return model_of(where, weights, device)
+    seed = torch.initial_seed()
+    value = named(where, "model")
+    if isinstance(value, nn.Module):
+        return model_of(where, None, device)
+    state = torch.get_rng_state() if torch.initial_seed() != seed else None
+    first = _fingerprint(model_of(where, None, device))
+    if state is not None:
+        torch.set_rng_state(state)
+    model = model_of(where, None, device)
+    if _fingerprint(model) != first:
+        raise ArgumentError(
+            f"The model {where!r} has other weights each time it is made: they are drawn at random, and nothing was "
+            "loaded. Give the trained ones with --weights FILE, or let the callable load them."
+        )
+    return model
+
+
+def _fingerprint(model: nn.Module) -> str:
+    return digest_of([model.state_dict()])
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 import errbar
 from errbar.cli import options
@@ -21,6 +23,13 @@ def plan(
     data: options.DataArgument,
     weights: options.Weights = None,
     memory: options.Memory = None,
+    last_layers: Annotated[
+        int | None, typer.Option("--last-layers", min=1, help="Plan for this many layers that run last, and no others.")
+    ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameters", metavar="NAME", help="Plan for these alone, named as for errbar fit. Repeatable."),
+    ] = None,
     fisher: options.Fisher = "ggn",
     draws: options.LabelDraws = 1,
     structure: options.Structure = "auto",
@@ -33,7 +42,7 @@ def plan(
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Estimate what each structure and number of layers would cost; the first batch of the data is the example."""
+    """Estimate what a fit of the last layers, of all vectors and of all parameters would cost, by the first batch."""
     from errbar._model.batch import batches
     from errbar.cli.inputs import TRAINING, DataRequest
     from errbar.cli.models import model_of
@@ -50,9 +59,11 @@ def plan(
             network,
             example,
             limit,
+            last_layers=last_layers,
+            parameters=parameters[0] if parameters is not None and len(parameters) == 1 else parameters,
+            structure=None if structure == "auto" else structure,
             fisher=fisher,
             draws=draws,
-            structure=structure,
             rank=rank,
             precision=options.precision_of(precision),
             samples=samples,

@@ -12,6 +12,7 @@ import torch
 import errbar
 from errbar._base.memory import readable
 from errbar._model.batch import Batch
+from errbar._posterior.width import UNCALIBRATED
 from errbar.cli.inputs import DataRequest, Source
 from errbar.cli.models import model_of
 from errbar.cli.options import DEFAULT_PRIOR
@@ -21,6 +22,8 @@ from errbar.errors import ArgumentError, MismatchError
 
 # Inputs by which update and forget tell how much the error bars changed.
 COMPARED = 256
+# Draws of the logits for that, where there are so many classes that these are quicker.
+_DRAWS = 100
 
 # ---------------------------------------------------------------------------------------------------------- loading
 
@@ -50,6 +53,12 @@ class PosteriorRequest:
             sentence = f"{error} The file is {self.path}, the model {self.model}.{hint}"
             raise MismatchError(sentence, arguments=error.arguments) from error
         return Loaded(posterior, classes)
+
+
+def notice_if_uncalibrated(here: Session, *all_loaded: Loaded) -> None:
+    """Say so before predicting: nothing else shows it."""
+    if any(not loaded.posterior.is_calibrated for loaded in all_loaded):
+        here.notice(f"{UNCALIBRATED} errbar calibrate fits both to held-out data.")
 
 
 def posterior_requests(
@@ -171,7 +180,7 @@ def _facts(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dict[s
 def variance_change(before: errbar.Posterior, after: errbar.Posterior, inputs: Sequence[Batch]) -> dict[str, float]:
     """The mean variance of the logits' contrasts of some inputs, before and after, and how it changed."""
     first, second = (
-        float(torch.cat([posterior.unrounded_logits(batch).contrast_variance for batch in inputs]).mean())
+        float(torch.cat([posterior.sampling_logits(batch, _DRAWS).contrast_variance for batch in inputs]).mean())
         for posterior in (before, after)
     )
     return {

@@ -37,7 +37,7 @@ def predict(
     from errbar._distributed.order import share_of, used_in_order
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
-    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.posteriors import PosteriorRequest, notice_if_uncalibrated
     from errbar.cli.predictions import PredictionColumns, thresholds_of, written
     from errbar.cli.session import session
 
@@ -49,6 +49,7 @@ def predict(
                 require_format(output)
             thresholds = thresholds_of(risk)
             loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+            notice_if_uncalibrated(here, loaded)
             request = DataRequest(data, batch_size, transform, image_size)
             return thresholds, loaded, request.open(NEW, loaded.classes, labelled=False)
 

@@ -102,7 +102,7 @@ class Redraws:
     def posterior(self, redraw: int, parameters: str, fisher: str) -> errbar.Posterior:
         layers, data = LAST_LAYERS[parameters], [(self.x[redraw], self.y[redraw])]
         selection: dict[str, Any] = {"parameters": "all"} if layers is None else {"last_layers": layers}
-        return errbar.fit(self.models[redraw], data, prior=self.prior, fisher=fisher, **selection)
+        return errbar.condition(errbar.collect(self.models[redraw], data, fisher=fisher, **selection), self.prior)
 
 
 def coverage(settings: CoverageSettings = LOGISTIC, *, device: str = "cpu", progress: bool = False) -> dict[str, Any]:

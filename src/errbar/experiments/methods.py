@@ -105,7 +105,8 @@ def tempered(name: str, network: nn.Module, problem: Problem, objective: str, se
     """Temperature scaling: T by `objective` on the validation data."""
     watch = _Watch()
     # Any posterior with T_c = 0 is the plain softmax: the smallest one will do.
-    certain = errbar.fit(network, batched(problem.validation), last_layers=1).with_calibration(covariance_scale=0.0)
+    information = errbar.collect(network, batched(problem.train)[:1], last_layers=1)
+    certain = errbar.condition(information, errbar.Prior()).with_calibration(covariance_scale=0.0)
     T = calibrated(certain, problem, objective, ("temperature",)).temperature
     scales = {"temperature": T}
     return Method(name, lambda x: Outcome(softmax_pmf(network, x, T)), seconds + watch.seconds(), scales)
@@ -125,7 +126,7 @@ def posteriors(network: nn.Module, problem: Problem, seconds: float) -> Iterator
     decay = errbar.Prior.from_weight_decay(problem.recipe.weight_decay, len(problem.train.y))
 
     watch = _Watch()
-    paper = errbar.fit(network, train, last_layers=2, fisher="eta", prior=decay)
+    paper = errbar.condition(errbar.collect(network, train, last_layers=2, fisher="eta"), decay)
     yield "proposed", of_posterior("(v) proposed", paper, seconds + watch.seconds())
     scaled = calibrated(paper, problem, "ece", ("covariance_scale",))
     yield "proposed_tc", of_posterior("(vi) proposed, T_c", scaled, seconds + watch.seconds())

@@ -15,7 +15,7 @@ from torch import nn
 
 import errbar
 from errbar.errors import ArgumentError, DataError
-from errbar.experiments import datasets, methods, structures
+from errbar.experiments import automatic, datasets, methods, structures
 from errbar.experiments.evaluation import evaluate
 from errbar.experiments.methods import Method, batched, of_posterior
 from errbar.experiments.problem import Problem, Recipe, Samples, halves
@@ -50,29 +50,8 @@ def pretrained(options: RunOptions) -> dict[str, Any]:
             f"The experiment {options.name} needs its data: give the folder that holds them with --data."
         )
     device = torch.device(options.device)
-    network = _FromPixels(load_pretrained(find_weights(options.data, options.name))).to(device).eval()
-    split = datasets.read_cifar10(options.data)
-    few = 100 if options.quick else None
-    shifts = quick_shifts(_SHIFTS) if options.quick else _SHIFTS
-    train, rest = (
-        Samples(part.pixels()[:few].to(device), part.y[:few].to(device)) for part in (split.train, split.test)
-    )
-    foreign = datasets.read_svhn(options.data).pixels()[:few].to(device)
-
-    def problem(seed: int) -> Problem:
-        validation, test = halves(rest, seed)
-        return Problem(
-            name=options.name,
-            train=train,
-            validation=validation,
-            test=test,
-            network=lambda dropout: cifar_resnet(DEPTHS[options.name]),
-            recipe=Recipe(epochs=200, batch_size=128, learning_rate=0.1),
-            members=0,
-            outliers={"SVHN": foreign},
-            shifts=shifts,
-            whole_network_samples=50 if options.quick else 10_000,
-        )
+    network = load_network(options.data, options.name, device)
+    problem = partial(pretrained_problem, options.name, options.data, device=device, quick=options.quick)
 
     def compare(seed: int, title: str) -> dict[str, Any]:
         method_by_key = _methods(network, problem(seed))
@@ -84,6 +63,9 @@ def pretrained(options: RunOptions) -> dict[str, Any]:
     def compute(seed: int, parts: Parts) -> dict[str, Any]:
         title = f"Half {seed + 1} of {options.count()}"
         run = {"seed": seed, **parts("comparison", lambda: compare(seed, title))}
+        run["autofit"] = parts(
+            "autofit", lambda: automatic.study(network, problem(seed), title=title, progress=options.progress)
+        )
         run["structures"] = structures.study(
             network,
             problem(seed),
@@ -101,6 +83,32 @@ def pretrained(options: RunOptions) -> dict[str, Any]:
     result = {**assembled(options, description), "seconds": time.perf_counter() - start}
     save(result, options)
     return result
+
+
+def load_network(folder: Path, name: str, device: torch.device) -> nn.Module:
+    return _FromPixels(load_pretrained(find_weights(folder, name))).to(device).eval()
+
+
+def pretrained_problem(name: str, folder: Path, seed: int, device: torch.device, *, quick: bool = False) -> Problem:
+    """CIFAR-10 with its test data halved by a seed."""
+    split = datasets.read_cifar10(folder)
+    few = 100 if quick else None
+    train, rest = (
+        Samples(part.pixels()[:few].to(device), part.y[:few].to(device)) for part in (split.train, split.test)
+    )
+    validation, test = halves(rest, seed)
+    return Problem(
+        name=name,
+        train=train,
+        validation=validation,
+        test=test,
+        network=lambda dropout: cifar_resnet(DEPTHS[name]),
+        recipe=Recipe(epochs=200, batch_size=128, learning_rate=0.1),
+        members=0,
+        outliers={"SVHN": datasets.read_svhn(folder).pixels()[:few].to(device)},
+        shifts=quick_shifts(_SHIFTS) if quick else _SHIFTS,
+        whole_network_samples=50 if quick else 10_000,
+    )
 
 
 def _methods(network: nn.Module, problem: Problem) -> dict[str, Method]:

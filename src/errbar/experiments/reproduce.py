@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import metrics
 from errbar._base.progress import track
-from errbar.experiments import cleaning, coverage, methods, peers, sequences, structures
+from errbar.experiments import automatic, cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
 from errbar.experiments.problem import Problem, Samples
@@ -68,12 +68,17 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
         return main_posterior(network(), problem, problem.train)
 
     def curve() -> dict[str, Any]:
-        paper = errbar.fit(network(), batched(problem.train), last_layers=2, fisher="eta", prior=_decay(problem))
+        information = errbar.collect(network(), batched(problem.train), last_layers=2, fisher="eta")
+        paper = errbar.condition(information, _decay(problem))
         return scale_curve(paper, problem)
 
     run["scale_curve"] = parts("scale curve", curve)
     run["linearisation"] = parts(
         "linearisation", lambda: coverage.linearisation(posterior(), problem.test.x[:200], samples=_draws(problem))
+    )
+    run["autofit"] = parts(
+        "autofit",
+        lambda: automatic.study(network(), problem, groups=tracks(experiment), title=title, progress=progress),
     )
     run["fusion"] = parts("fusion", lambda: fusion(experiment, posterior(), folder, base, progress=progress))
     if experiment.foreign is not None:
@@ -134,7 +139,7 @@ def _decay(problem: Problem) -> errbar.Prior:
 
 def main_posterior(network: nn.Module, problem: Problem, samples: Samples) -> errbar.Posterior:
     """What errbar recommends: the exact Fisher information, T and T_c by NLL on the validation data."""
-    posterior = errbar.fit(network, batched(samples), last_layers=2, prior=_decay(problem))
+    posterior = errbar.condition(errbar.collect(network, batched(samples), last_layers=2), _decay(problem))
     return methods.calibrated(posterior, problem, "nll", ("temperature", "covariance_scale"))
 
 
@@ -195,6 +200,14 @@ def fusion(
     return results
 
 
+def tracks(experiment: Experiment) -> list[int] | None:
+    """The number of the track of each validation sample."""
+    if experiment.sequences is None:
+        return None
+    frames = experiment.sequences[0].frames.shape[1]
+    return [row // frames for row in range(len(experiment.problem.validation.y))]
+
+
 def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
     """Frames and labels, to fit frame noise on and to report on: real ones, or views of pictures."""
     if experiment.sequences is not None:
@@ -229,7 +242,7 @@ def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) ->
     )
     dirty = Samples(images.to(device).float() / 255, labels.to(device))
     network, _ = trained(problem, dirty, folder, base, kind="dirty")
-    posterior = errbar.fit(network, batched(dirty), last_layers=2, prior=_decay(problem))
+    posterior = errbar.condition(errbar.collect(network, batched(dirty), last_layers=2), _decay(problem))
     ranking = cleaning.rank(posterior, dirty.x, dirty.y, progress=progress)
     results: dict[str, Any] = {"ranking": cleaning.report(ranking, kind), "retrained": {}}
     count = int((kind > 0).sum())

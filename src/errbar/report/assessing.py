@@ -13,6 +13,7 @@ from errbar._base.progress import track
 from errbar._curvature.mixture import described_structure
 from errbar._model.batch import Unpack, batches, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
+from errbar._posterior.pushing import pushed_draws
 from errbar.errors import ArgumentError, ErrbarError
 from errbar.report import checking, scoring
 from errbar.report.examples import examples
@@ -63,7 +64,8 @@ def assess(
         outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
         bins: number of bins of the expected calibration error.
-        samples: Monte Carlo draws per input.
+        samples: Monte Carlo draws per input; at most 100,000/M, and then 100 at least, where there are so many classes
+            M that the parameters are drawn.
         seed: for the draws and the resampling.
         picture_shape: (channels, height, width) of pictures that are stored in another shape.
         name_of: the name to show for the input with a given number.
@@ -75,6 +77,7 @@ def assess(
     """
     require_posterior(posterior)
     size = posterior.information.n_classes
+    samples = pushed_draws(posterior.information.task, samples)
     names = _names(classes, size)
     doubts, fingerprint = Doubts(), Fingerprint()
     uncertain, wrong = Leaders(_EXAMPLES, wrong=False), Leaders(_EXAMPLES, wrong=True)

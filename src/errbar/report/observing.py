@@ -16,6 +16,7 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._model.batch import Batch, checked_labels
 from errbar._posterior.posterior import Posterior
+from errbar._posterior.pushing import pushed_draws
 from errbar.errors import DataError
 
 Item = TypeVar("Item")
@@ -62,11 +63,12 @@ def observe(
 ) -> Observation:
     """PMFs of the network alone, with error bars, and calibrated if the posterior is; and the labels."""
     plain, calibration = posterior.uncalibrated(), posterior.calibration
+    samples = pushed_draws(posterior.information.task, samples)
     columns: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     start = 0
     for batch in stream:
-        gaussian = plain.unrounded_logits(batch)
+        gaussian = plain.sampling_logits(batch, samples, seed)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
         prediction = gaussian.predict(samples, seed)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from errbar._distributions.calibration import Calibration
+from errbar._posterior.width import UNCALIBRATED
 from errbar.report.numbers import count, fixed, percent, points, significant, span
 from errbar.report.values import Estimate, Linearisation, Outliers, ScaleEffect, Variant, Verdict
 
@@ -32,6 +33,8 @@ def verdict(
     """What a reader in a hurry should know, of a posterior with this calibration."""
     network, final = variants[0], variants[-1]
     sentences = [_of_network(network, inputs), _of_final(network, final), _of_scale(effect, calibration)]
+    if calibration == Calibration():
+        sentences.insert(0, f"{UNCALIBRATED} errbar.calibrate fits both to held-out data.")
     if linearisation is not None:
         sentences.append(_of_linearisation(linearisation))
     if outliers is not None:

@@ -333,6 +333,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "fisher": information.fisher,
         "samples": information.n_samples,
         **vars(served.posterior.calibration),
+        "calibrated": served.posterior.is_calibrated,
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
         "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},

@@ -188,6 +188,7 @@ class ModelAnswer(BaseModel):
     temperature: float
     covariance_scale: float
     softening: float
+    calibrated: bool = Field(description="False where T and T_c are both 1, as a fit leaves them.")
     reference: list[float] | None = Field(description="101 percentiles of the training inputs' mutual informations.")
     examples: list[Example]
     limits: dict[str, float]

