@@ -21,6 +21,7 @@ from errbar._base.json_fields import Fields
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
 from errbar._distributions.calibration import Calibration
+from errbar._files.choice_table import ChoiceTable, read_choice_table
 from errbar._files.task import checked_classes, read_information, read_task
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output, described_output
@@ -38,7 +39,8 @@ class FileDescription:
     """What a file says about itself: `errbar.info` reads it, `errbar.verify` reads and checks everything.
 
     `precision` is the prior's, None for files without one; `batches` counts those in a checkpoint. `output` says where
-    the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one.
+    the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one. `choice`
+    is the table of `autofit`, None for a posterior that it did not choose.
     """
 
     path: str
@@ -66,6 +68,7 @@ class FileDescription:
     batches: int | None
     output: str | None
     unpack: bool
+    choice: ChoiceTable | None
 
 
 def load(
@@ -254,6 +257,7 @@ def _description(contents: Contents) -> FileDescription:
         batches=fields.part("position").whole("batches", 1) if "position" in fields else None,
         output=None if task.network.output is None else described_output(task.network.output),
         unpack=task.batch_form is not None,
+        choice=read_choice_table(fields),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from errbar._base.container import write
 from errbar._curvature.structure import Description
+from errbar._files.choice_table import ChoiceTable
 from errbar._files.task import checked_classes, information_record
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior
@@ -20,7 +21,12 @@ def save_information(information: Information, path: str | os.PathLike[str], cla
 
 
 def save_posterior(
-    posterior: Posterior, path: str | os.PathLike[str], classes: Sequence[str] | None, *, factors: bool
+    posterior: Posterior,
+    path: str | os.PathLike[str],
+    classes: Sequence[str] | None,
+    *,
+    factors: bool,
+    choice: ChoiceTable | None = None,
 ) -> None:
     information, precision = posterior.information, posterior.prior.precision
     description, tensors = information_record(information, checked_classes(classes, information.n_classes))
@@ -39,6 +45,8 @@ def save_posterior(
     if posterior.softening > 0:
         # Only then, so that other files are those of before there was a softening.
         description["softening"] = posterior.softening
+    if choice is not None:
+        description["choice"] = choice.described()
     write(path, "posterior", description, tensors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.memory import readable
+from errbar._files.choice_table import ChoiceTable
+from errbar._files.save import save_posterior
 from errbar._operations.folds import standard_error
 from errbar._posterior.posterior import Posterior
 
@@ -133,6 +136,16 @@ class Choice:
 
     def __str__(self) -> str:
         return table_of(self)
+
+    def save(
+        self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
+    ) -> None:
+        """Write the posterior as `Posterior.save` does, with the table: `errbar.info(path).choice` and reports have it.
+
+        `update`, `forget` and `calibrate` make other posteriors, whose files have no table.
+        """
+        table = ChoiceTable.of(cells_of(self), self.reason, self.not_tried)
+        save_posterior(self.posterior, path, classes, factors=factors, choice=table)
 
     def _repr_html_(self) -> str:
         head, *rest = cells_of(self)

@@ -17,11 +17,22 @@ if TYPE_CHECKING:
     from errbar.cli.inputs import Source
 
 
+# What autofit chooses, and what only it uses, by the names of the arguments below.
+_CHOSEN = "last_layers parameters prior weight_decay fisher draws structure rank precision checkpoint every".split()
+_FOR_AUTO = ("validation", "seconds")
+
+
 def fit(
+    context: typer.Context,
     model: options.ModelArgument,
     data: options.DataArgument,
     output: options.Output,
     weights: options.Weights = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose everything on held-out data: the same as errbar autofit.")
+    ] = False,
+    validation: options.Validation = None,
+    seconds: options.Seconds = None,
     last_layers: Annotated[
         int | None, typer.Option("--last-layers", min=1, help="The parameters of this many layers that run last.")
     ] = None,
@@ -61,6 +72,7 @@ def fit(
 ) -> None:
     """Fit a posterior to a trained model and its training data. Labels are not needed."""
     from errbar._posterior.width import INPUTS, warn_of_width
+    from errbar.cli.autofit import Request, run
     from errbar.cli.inputs import TRAINING, DataRequest, class_names, first_inputs
     from errbar.cli.models import reproducible_model_of
     from errbar.cli.output import require_new
@@ -68,6 +80,12 @@ def fit(
     from errbar.cli.session import session
 
     with session("fit", as_json=as_json, progress=progress, device=device, ranks=True) as here:
+        _require_together(context, auto)
+        data_request = DataRequest(data, batch_size, transform, image_size)
+        if auto:
+            files = {"output": output, "force": force, "class_names": class_names_, "factors": factors}
+            run(here, Request(model, weights, data_request, validation, seconds=seconds, seed=seed, **files))
+            return
 
         def prepared() -> tuple[nn.Module, Source]:
             if (last_layers is None) == (parameters is None):
@@ -75,9 +93,9 @@ def fit(
             require_prior(prior, weight_decay)
             if here.team.leads:
                 require_new(output, force)
-            source = DataRequest(data, batch_size, transform, image_size).open(TRAINING, class_names(class_names_))
+            source = data_request.open(TRAINING, class_names(class_names_))
             network = reproducible_model_of(model, weights, here.device)
-            _require_class_names(network, source)
+            require_class_names(network, source)
             return network, source
 
         network, source = here.together(prepared)
@@ -106,7 +124,21 @@ def fit(
         save(here, posterior, output, source.classes, {"log_evidence": evidence}, factors=factors)
 
 
-def _require_class_names(model: nn.Module, source: Source) -> None:
+def _require_together(context: typer.Context, auto: bool) -> None:
+    """Refuse options that would be ignored: autofit chooses what they say, or only autofit uses them."""
+    for name in _CHOSEN if auto else _FOR_AUTO:
+        source = context.get_parameter_source(name)
+        # By name: typer may bring a click of its own.
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise ArgumentError(
+                f"{option} was given with --auto, which chooses it; expected one of the two."
+                if auto
+                else f"{option} was given without --auto; expected --auto with it, or errbar autofit."
+            )
+
+
+def require_class_names(model: nn.Module, source: Source) -> None:
     """Refuse names that are not as many as the outputs of the model, before all data are read."""
     from errbar._base.checks import Checks
     from errbar._files.task import checked_classes

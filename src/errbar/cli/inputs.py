@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from errbar._model.batch import Batch, batches
 from errbar.cli.images import ImageRows, image_size
-from errbar.cli.rows import ArrayRows, ParquetRows, Rows, Transform, label_numbers, read_arrays
+from errbar.cli.rows import ArrayRows, ParquetRows, Rows, Transform, label_numbers, names_in, read_arrays
 from errbar.cli.user_code import called, named
 from errbar.errors import ArgumentError, FileError
 
@@ -115,6 +115,16 @@ def _file_and_split(where: str) -> tuple[Path | None, str | None]:
     if not path.is_dir() and path.suffix.lower() not in (".npz", ".parquet"):
         raise FileError(f"The data {path} end in {path.suffix!r}; expected {_KINDS}.")
     return path, split
+
+
+def held_out_beside(where: str) -> str | None:
+    """The held-out arrays in the same .npz as the training data, as they would be typed: `file.npz:validation`."""
+    path, split = _file_and_split(where)
+    if path is None or path.suffix.lower() != ".npz":
+        return None
+    names = names_in(path)
+    found = (name for name in HELD_OUT if name != split and names & {f"x_{name}", f"X_{name}"})
+    return next((f"{path}:{name}" for name in found), None)
 
 
 def first_inputs(loader: Any, count: int) -> list[Batch]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "demo",
     "reproduce",
+    "autofit",
     "fit",
     "calibrate",
     "predict",

@@ -90,6 +90,16 @@ ClassNames = Annotated[
 ]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Monte Carlo draws per input.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")]
+Validation = Annotated[
+    str | None,
+    typer.Option("--validation", metavar="DATA", help="Held-out data with labels; x_validation of an .npz without it."),
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="BYTES", help="Memory that a fit may take, for example 8GiB.")
+]
+Seconds = Annotated[
+    float | None, typer.Option("--seconds", help="Stop choosing after this time, with the best so far.")
+]
 Fisher = Annotated[
     FisherName,
     typer.Option("--fisher", help="ggn; eta, diagonal as in the paper; or sampled, ggn by drawn labels."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,19 +22,13 @@ def plan(
     model: options.ModelArgument,
     data: options.DataArgument,
     weights: options.Weights = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="BYTES", help="Memory that a fit may take, for example 8GiB.")
-    ] = None,
+    memory: options.Memory = None,
     last_layers: Annotated[
         int | None, typer.Option("--last-layers", min=1, help="Plan for this many layers that run last, and no others.")
     ] = None,
     parameters: Annotated[
         list[str] | None,
         typer.Option("--parameters", metavar="NAME", help="Plan for these alone, named as for errbar fit. Repeatable."),
-    ] = None,
-    structure: Annotated[
-        Literal["dense", "block", "kron", "lowrank", "diag"] | None,
-        typer.Option("--structure", help="Plan for this structure alone."),
     ] = None,
     fisher: options.Fisher = "ggn",
     draws: options.LabelDraws = 1,
@@ -67,10 +61,9 @@ def plan(
             limit,
             last_layers=last_layers,
             parameters=parameters[0] if parameters is not None and len(parameters) == 1 else parameters,
-            structure=structure,
+            structure=None if structure == "auto" else structure,
             fisher=fisher,
             draws=draws,
-            structure=structure,
             rank=rank,
             precision=options.precision_of(precision),
             samples=samples,

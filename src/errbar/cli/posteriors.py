@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import errbar
+from errbar._base.memory import readable
 from errbar._model.batch import Batch
 from errbar._posterior.width import UNCALIBRATED
 from errbar.cli.inputs import DataRequest, Source
@@ -139,6 +140,24 @@ def save(
     here.leading(lambda: posterior.save(output, factors=factors, classes=classes))
     if here.team.leads:
         here.answer({"output": output, **_facts(posterior, classes), **facts, "bytes": output.stat().st_size})
+
+
+def save_choice(
+    here: Session, choice: errbar.Choice, output: Path, classes: tuple[str, ...] | None, *, factors: bool
+) -> None:
+    """Write the posterior that autofit chose, and print the table."""
+    here.leading(lambda: choice.save(output, factors=factors, classes=classes))
+    if here.team.leads:
+        size = output.stat().st_size
+        table = {
+            "reason": choice.reason,
+            "chosen": None if choice.chosen is None else asdict(choice.chosen),
+            "baselines": [asdict(row) for row in choice.baselines],
+            "rows": [asdict(row) for row in choice.rows],
+            "not_tried": choice.not_tried,
+        }
+        facts = {"output": output, **_facts(choice.posterior, classes), **table, "bytes": size}
+        here.answer(facts, f"{choice}\nSaved: {output}, {readable(size)}")
 
 
 def _facts(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dict[str, Any]:

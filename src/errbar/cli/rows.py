@@ -118,6 +118,15 @@ def stacked(samples: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(samples))
 
 
+def names_in(path: Path) -> set[str]:
+    """The names of the arrays in an .npz; none if it cannot be read, which `read_arrays` tells."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy") for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError):
+        return set()
+
+
 def read_arrays(path: Path, split: str | None, preferred: Sequence[str]) -> tuple[np.ndarray, np.ndarray | None]:
     """x and y of an .npz: those without a suffix, of the split that is named, or of the first preferred one."""
     try:

@@ -131,6 +131,8 @@ def file_lines(description: FileDescription) -> str:
     for name, value in asdict(description).items():
         text: Any = ", ".join(value) if name == "parameters" or isinstance(value, tuple) else value
         text = described_structure(value) if name == "structure" else text
+        if name == "choice" and value is not None:
+            text = value["reason"]
         if value is not None:
             lines.append(f"{name.replace('_', ' '):<17} {text}")
     return "\n".join(lines)

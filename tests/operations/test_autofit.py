@@ -1,0 +1,466 @@
+"""`autofit`: its rule on trials made by hand, its folds and standard errors by their formulas, and small problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import errbar
+from errbar._operations import autofit as module
+from errbar._operations.choice import Choice, Row, Trial, best_trial
+from errbar._operations.folds import divided, group_numbers, standard_error
+from errbar.errors import ArgumentError, DataError, DamagedFileError, LabelError
+
+ONE = [{"last_layers": 1}]
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 3
+    x = torch.randn(count, 2, generator=generator, dtype=torch.float64) + 2 * torch.eye(3).double()[y][:, :2]
+    return x, y
+
+
+# So few training samples that the error bars gain something.
+TRAIN, HELD_OUT = samples(30, 0), samples(100, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_priors() -> Iterator[None]:
+    """Fewer priors to choose among, so that a test takes a second or two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PRECISIONS", (1.0, 100.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(TRAIN[0]), TRAIN[1]).backward()
+        optimizer.step()
+    return network
+
+
+@pytest.fixture(scope="module")
+def choice(model: nn.Module) -> Choice:
+    return errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE)
+
+
+def compared(choice: Choice) -> dict[str, Any]:
+    """What does not depend on the clock."""
+    clock = ("seconds", "microseconds")
+    rows = [{name: value for name, value in asdict(row).items() if name not in clock} for row in choice.rows]
+    posterior = choice.posterior
+    precision = posterior.prior.precision
+    return {"rows": rows, "reason": choice.reason, "calibration": posterior.calibration, "prior": precision}
+
+
+# --------------------------------------------------------------------------------------------------------- the rule
+
+
+def row(nll: float, *, parameters: int = 10, exact: bool = True, softening: float = 0.0, by: str = "evidence") -> Row:
+    return Row(
+        parameters="last layer",
+        structure="dense" if exact else "kron",
+        fisher="ggn",
+        n_parameters=parameters,
+        exact=exact,
+        link="T, T_c, c" if softening else "T, T_c",
+        temperature=1.0,
+        covariance_scale=1.0,
+        softening=softening,
+        prior=1.0,
+        prior_by=by,
+        nll=nll,
+        standard_error=0.0,
+        ece=0.0,
+        brier=0.0,
+        difference=0.0,
+        interval=(0.0, 0.0),
+        seconds=0.0,
+        microseconds=0.0,
+        bytes=0,
+    )
+
+
+COUNT = 100
+NOISE = torch.randn(COUNT, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NOISE -= NOISE.mean()
+# The standard error of the mean of NOISE, as `standard_error` has it: divided by N − 1.
+NOISE /= NOISE.std() / math.sqrt(COUNT)
+SCALING = torch.full((COUNT,), 0.5, dtype=torch.float64)
+ALONE = torch.arange(COUNT)
+
+
+def trial(nll: float, noise: float = 0.0, **facts: Any) -> Trial:
+    """With losses of mean `nll`, whose difference to losses without noise has the standard error `noise`."""
+    return Trial(row(nll, **facts), nll + noise * NOISE)
+
+
+def test_what_is_worse_than_temperature_scaling_is_never_taken() -> None:
+    assert best_trial([trial(0.50031, noise=1.0, parameters=10**6, softening=1.0)], SCALING, ALONE) is None
+    near = trial(0.50029)
+    assert best_trial([trial(0.50031, noise=1.0, parameters=10**6), near], SCALING, ALONE) is near
+
+
+def test_of_equally_good_ones_the_one_with_most_parameters_in_an_exact_structure_is_taken() -> None:
+    best = trial(0.40, parameters=10)
+    large = trial(0.41, noise=0.01, parameters=1000)
+    approximate = trial(0.405, noise=0.01, parameters=10**6, exact=False)
+    assert best_trial([best, approximate, large], SCALING, ALONE) is large
+    assert best_trial([large, approximate, best], SCALING, ALONE) is large
+
+
+@pytest.mark.parametrize(("exact", "limit"), [(True, 2.0), (False, 1.0)])
+def test_as_good_as_the_best_is_counted_in_standard_errors_of_the_paired_difference(exact: bool, limit: float) -> None:
+    best = trial(0.40, parameters=5, exact=exact, by="nll")
+    inside = trial(0.40 + 0.99 * limit * 0.01, noise=0.01, parameters=6, exact=exact, softening=1.0)
+    outside = trial(0.40 + 1.01 * limit * 0.01, noise=0.01, parameters=7, exact=exact, softening=1.0)
+    assert best_trial([best, outside, inside], SCALING, ALONE) is inside
+    assert best_trial([best, outside], SCALING, ALONE) is best
+
+
+def test_the_standard_error_is_that_of_the_groups() -> None:
+    # Ten equal losses in each group: √10 times the standard error of independent ones, nearly.
+    groups = torch.arange(COUNT) // 10
+    noise = NOISE[::10].repeat_interleave(10)
+    noise -= noise.mean()
+    best = trial(0.40, parameters=5)
+    losses = 0.40 + noise + 2.5 * standard_error(noise, ALONE)
+    other = Trial(row(float(losses.mean()), parameters=6), losses)
+    assert best_trial([best, other], SCALING + 10, ALONE) is best
+    assert best_trial([best, other], SCALING + 10, groups) is other
+
+
+def test_then_a_softening_then_the_evidence_then_the_lower_nll() -> None:
+    plain, soft = trial(0.40), trial(0.41, noise=0.01, softening=2.0)
+    assert best_trial([plain, soft], SCALING, ALONE) is soft
+    chosen, by_evidence = trial(0.40, by="nll"), trial(0.41, noise=0.01, by="evidence")
+    assert best_trial([chosen, by_evidence], SCALING, ALONE) is by_evidence
+    lower, higher = trial(0.40), trial(0.41, noise=0.01)
+    assert best_trial([higher, lower], SCALING, ALONE) is lower
+
+
+def test_of_equals_the_first_that_was_tried_is_taken() -> None:
+    first, second = trial(0.4), trial(0.4)
+    assert best_trial([first, second], SCALING, ALONE) is first
+    assert best_trial([], SCALING, ALONE) is None
+
+
+# ------------------------------------------------------------------------------------- folds and standard errors
+
+
+def test_folds_keep_groups_together_and_are_a_partition() -> None:
+    groups = group_numbers([f"track {n // 7}" for n in range(200)], 200)
+    folds = divided(groups, 5, seed=0)
+    assert torch.equal(torch.cat(folds).sort().values, torch.arange(200))
+    owners = [set(groups[rows].tolist()) for rows in folds]
+    assert sum(map(len, owners)) == len(set.union(*owners)) == 29
+    sizes = [len(rows) for rows in folds]
+    assert max(sizes) - min(sizes) <= 7
+    again, other = divided(groups, 5, seed=0), divided(groups, 5, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(folds, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(folds, other, strict=True))
+
+
+def test_one_large_group_does_not_empty_a_fold() -> None:
+    folds = divided(group_numbers([0] * 90 + list(range(1, 11)), 100), 3, seed=0)
+    assert sorted(map(len, folds)) == [5, 5, 90]
+
+
+def test_the_standard_error_sums_within_groups() -> None:
+    # Two groups, values 1, 2, 3 | 6: mean 3, sums of deviations −3 and 3; √((9 + 9) · 2/(2 − 1))/4.
+    values = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
+    assert standard_error(values, torch.tensor([0, 0, 0, 1])) == pytest.approx(math.sqrt(18 * 2) / 4)
+    # Each by itself: the usual s/√N with N − 1.
+    assert standard_error(values, torch.arange(4)) == pytest.approx(float(values.std()) / 2)
+
+
+# ------------------------------------------------------------------------------------------------- what comes out
+
+
+def test_temperature_scaling_is_the_softmax_of_the_logits_divided_by_the_temperature(
+    choice: Choice, model: nn.Module
+) -> None:
+    scaling = choice.temperature_scaling
+    assert (scaling.covariance_scale, scaling.softening) == (0.0, 0.0)
+    x, y = HELD_OUT
+    with torch.no_grad():
+        logits = model(x)
+    torch.testing.assert_close(
+        scaling.predict(x).pmf, torch.softmax(logits / scaling.temperature, 1), rtol=0, atol=1e-6
+    )
+    assert scaling.temperature == choice.baselines[1].temperature
+
+    def nll(temperature: float) -> float:
+        return float(nn.functional.cross_entropy(logits / temperature, y))
+
+    least = min(nll(scaling.temperature * factor) for factor in (0.9, 0.99, 1.01, 1.1))
+    assert nll(scaling.temperature) <= least + 1e-9
+
+
+def test_the_baselines_are_scored_as_the_formulas_say(choice: Choice, model: nn.Module) -> None:
+    x, y = HELD_OUT
+    with torch.no_grad():
+        logits = model(x)
+    plain = nn.functional.cross_entropy(logits, y, reduction="none")
+    row = choice.baselines[0]
+    assert row.nll == pytest.approx(float(plain.mean()))
+    assert row.standard_error == pytest.approx(float(plain.std()) / 10)
+    assert row.ece == pytest.approx(errbar.metrics.ece(torch.softmax(logits, 1), y))
+    assert row.brier == pytest.approx(errbar.metrics.brier(torch.softmax(logits, 1), y))
+    # Temperature scaling out of fold: T by a fine grid on the other folds.
+    losses = torch.empty(100, dtype=torch.float64)
+    grid = torch.logspace(-1, 1, 4001, dtype=torch.float64)
+    for rows in divided(torch.arange(100), 5, seed=0):
+        others = torch.ones(100, dtype=torch.bool)
+        others[rows] = False
+        values = [float(nn.functional.cross_entropy(logits[others] / t, y[others])) for t in grid]
+        best = grid[min(range(len(values)), key=values.__getitem__)]
+        losses[rows] = nn.functional.cross_entropy(logits[rows] / best, y[rows], reduction="none")
+    scaled = choice.baselines[1]
+    # The library searches T to a few parts in a thousand.
+    assert scaled.nll == pytest.approx(float(losses.mean()), abs=1e-4)
+    difference = plain - losses
+    assert row.difference == pytest.approx(float(difference.mean()), abs=1e-4)
+    half = 1.96 * float(difference.std()) / 10
+    assert row.interval == pytest.approx((row.difference - half, row.difference + half), abs=1e-3)
+
+
+def test_the_posterior_is_calibrated_as_well_as_its_row_says(choice: Choice) -> None:
+    chosen = choice.chosen
+    assert chosen is not None
+    posterior = choice.posterior
+    assert posterior.prior.precision == chosen.prior
+    assert posterior.information.n_parameters == chosen.n_parameters == 21
+    x, y = HELD_OUT
+
+    def nll(candidate: errbar.Posterior) -> float:
+        return errbar.metrics.nll(candidate.predict(x, samples=4000, seed=5).pmf, y)
+
+    of_row = posterior.with_calibration(
+        temperature=chosen.temperature, covariance_scale=chosen.covariance_scale, softening=chosen.softening
+    )
+    # T and T_c make up for each other, so the values may differ where the PMFs do not.
+    assert nll(posterior) == pytest.approx(nll(of_row), abs=0.003)
+    # Fitted on everything, and so better than out of fold.
+    assert nll(posterior) <= chosen.nll + 0.003
+
+
+def test_the_rows_are_in_order_and_their_differences_are_to_temperature_scaling(choice: Choice) -> None:
+    assert [row.nll for row in choice.rows] == sorted(row.nll for row in choice.rows)
+    for row in choice.rows:
+        assert row.difference == pytest.approx(row.nll - choice.baselines[1].nll, abs=1e-9)
+        assert row.interval[0] < row.difference < row.interval[1]
+        assert row.prior_by in ("evidence", "nll")
+        assert row.seconds > 0 < row.microseconds
+    links = {(row.prior_by, row.link) for row in choice.rows}
+    assert links == {(by, link) for by in ("evidence", "nll") for link in ("T, T_c", "T, T_c, c")}
+    assert choice.chosen in choice.rows
+
+
+def test_the_table_has_a_row_for_the_softmax_and_for_temperature_scaling(choice: Choice) -> None:
+    lines = str(choice).splitlines()
+    assert lines[0].split()[:2] == ["parameters", "structure"]
+    assert lines[1].startswith("softmax ")
+    assert lines[2].startswith("T alone ")
+    assert f"{choice.baselines[1].nll:.4f}" in lines[2]
+    assert len(lines) == 3 + len(choice.rows) + 1
+    assert sum(line.endswith("chosen") for line in lines) == 1
+    assert lines[-1] == choice.reason
+    assert choice.reason.startswith("Chosen: last layer (dense)")
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def test_the_table_of_a_notebook_is_whole_and_escaped(choice: Choice) -> None:
+    strange = replace(choice, not_tried=("<script>", *choice.not_tried))
+    text = strange._repr_html_()
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert {"softmax", "T alone", "last layer", "chosen"} <= set(tags.cells)
+    assert "<script>" not in text
+    assert "Not tried: <script>" in str(strange)
+
+
+def test_a_choice_is_saved_with_its_table(choice: Choice, model: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "chosen.safetensors"
+    replace(choice, not_tried=("all,\nkron: \x07",)).save(path, classes=("ant", "bee", "cat"))
+    loaded = errbar.load(path, model, classes=("ant", "bee", "cat"))
+    assert loaded.calibration == choice.posterior.calibration
+    table = errbar.info(path).choice
+    assert table is not None
+    assert table.reason == choice.reason
+    assert table.headings[0] == "parameters"
+    assert [row[0] for row in table.rows] == ["softmax", "T alone", *["last layer"] * len(choice.rows)]
+    assert [row[-1] for row in table.rows].count("chosen") == 1
+    assert table.not_tried == ("all, kron: ?",)
+    assert errbar.verify(path, model).choice == table
+    loaded.save(path)
+    assert errbar.info(path).choice is None
+
+
+def test_a_table_whose_rows_do_not_fit_its_headings_is_damage(
+    choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from errbar._files.choice_table import ChoiceTable
+
+    path = tmp_path / "chosen.safetensors"
+    wrong = {"reason": "", "headings": ["a", "b"], "rows": [{"cells": ["1"]}], "not_tried": []}
+    monkeypatch.setattr(ChoiceTable, "described", lambda self: wrong)
+    choice.save(path)
+    with pytest.raises(DamagedFileError, match="rows are not as long as its headings"):
+        errbar.info(path)
+
+
+# -------------------------------------------------------------------------------------------------- kinds of data
+
+
+def test_the_order_of_a_loader_and_iterators_change_nothing(choice: Choice, model: nn.Module) -> None:
+    loader = DataLoader(TensorDataset(*HELD_OUT), batch_size=100, shuffle=True)
+    shuffled = errbar.autofit(model, iter([TRAIN]), loader, candidates=ONE)
+    assert compared(shuffled) == compared(choice)
+    parts = zip(HELD_OUT[0].split(40), HELD_OUT[1].split(40), strict=True)
+    iterated = errbar.autofit(model, TensorDataset(*TRAIN), parts, candidates=ONE)
+    assert iterated.posterior.temperature == pytest.approx(choice.posterior.temperature, rel=1e-6)
+    assert [row.nll for row in iterated.rows] == pytest.approx([row.nll for row in choice.rows], abs=1e-6)
+
+
+def test_without_labels_in_the_training_data_the_prior_is_one_or_by_held_out_nll(model: nn.Module) -> None:
+    choice = errbar.autofit(model, [TRAIN[0]], [HELD_OUT], candidates=ONE)
+    assert {(row.prior_by, row.prior) for row in choice.rows if row.prior_by != "nll"} == {("default", 1.0)}
+    assert choice.posterior.information.log_likelihood is None
+
+
+def test_groups_change_the_standard_errors_and_may_come_from_a_function(choice: Choice, model: nn.Module) -> None:
+    values = [n // 2 for n in range(100)]
+    listed = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, groups=values)
+    assert listed.baselines[0].nll == pytest.approx(choice.baselines[0].nll)
+    assert listed.baselines[0].standard_error != choice.baselines[0].standard_error
+    batches = [(x, y, torch.arange(i * 50, i * 50 + 50) // 2) for i, (x, y) in enumerate(halves())]
+    called = errbar.autofit(
+        model,
+        [TRAIN],
+        batches,
+        candidates=ONE,
+        groups=lambda batch: batch[2],
+        unpack=lambda batch: ((batch[0],), {}, batch[1]),
+    )
+    assert called.baselines[0].standard_error == pytest.approx(listed.baselines[0].standard_error)
+    assert called.baselines[1].nll == pytest.approx(listed.baselines[1].nll, abs=1e-6)
+
+
+def halves() -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(HELD_OUT[0].split(50), HELD_OUT[1].split(50), strict=True)
+
+
+def test_a_network_in_float64_stays_there_and_float32_agrees(choice: Choice, model: nn.Module) -> None:
+    assert choice.posterior.predict(HELD_OUT[0][:2]).pmf.dtype == torch.float64
+    single = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
+    single.load_state_dict(model.state_dict())
+    found = errbar.autofit(
+        single, [(TRAIN[0].float(), TRAIN[1])], [(HELD_OUT[0].float(), HELD_OUT[1])], candidates=ONE
+    )
+    assert found.posterior.predict(HELD_OUT[0][:2].float()).pmf.dtype == torch.float32
+    assert found.baselines[1].nll == pytest.approx(choice.baselines[1].nll, abs=1e-4)
+    assert found.rows[0].nll == pytest.approx(choice.rows[0].nll, abs=2e-3)
+
+
+def test_where_nothing_is_as_good_as_temperature_scaling_the_covariance_is_small(
+    choice: Choice, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "best_trial", lambda *_: None)
+    none = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE)
+    assert none.chosen is None
+    assert none.reason.startswith("No candidate is as good as temperature scaling")
+    assert "chosen" not in str(none).splitlines()[0]
+    x, y = HELD_OUT
+    own, scaled = (errbar.metrics.nll(p.predict(x).pmf, y) for p in (none.posterior, none.temperature_scaling))
+    # 0.0003 by the draws of the search; with other draws of 100 samples more.
+    assert own <= scaled + 0.003
+    assert 0 <= none.posterior.covariance_scale <= 1
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"held_out": [HELD_OUT[0]]}, DataError, "held-out data have no labels; expected batches .x, labels."),
+        ({"held_out": []}, DataError, "held-out data are empty: expected at least one batch with labels"),
+        ({"train": []}, DataError, "training data are empty: expected at least one batch"),
+        (
+            {"held_out": [(HELD_OUT[0][:4], HELD_OUT[1][:4])]},
+            DataError,
+            "There are 4 held-out samples for folds=5; expected at least one for each fold. Give more held-out data",
+        ),
+        ({"groups": [0, 1] * 50}, DataError, "There are 2 groups of held-out samples for folds=5"),
+        ({"groups": [0, 1]}, DataError, "groups has 2 values; expected one for each of the 100 held-out samples"),
+        ({"folds": 1}, ArgumentError, "folds is 1; expected a whole number of 2 or more"),
+        ({"folds": 2.5}, ArgumentError, "folds is 2.5; expected a whole number"),
+        ({"seconds": 0}, ArgumentError, "seconds is 0; expected a positive number, or None for no limit"),
+        ({"seconds": "soon"}, ArgumentError, "seconds is 'soon'; expected a positive number"),
+        ({"seconds": 1e-6}, ArgumentError, r"seconds is 1e-06, and .* a single candidate|the cheapest candidate alone"),
+        ({"candidates": []}, ArgumentError, r"candidates is \[\]; expected a list of mappings of keywords"),
+        ({"candidates": {"last_layers": 1}}, ArgumentError, "expected a list of mappings of keywords"),
+        ({"candidates": ["all"]}, ArgumentError, "A candidate is 'all'; expected a mapping of some of last_layers"),
+        ({"candidates": [{"layers": 1}]}, ArgumentError, "A candidate is {'layers': 1}; expected a mapping"),
+        ({"candidates": [{"last_layers": 9}]}, ArgumentError, "last_layers"),
+        ({"candidates": [{"last_layers": 1, "structure": "dens"}]}, ArgumentError, "dens"),
+        ({"seed": -1}, ArgumentError, "seed is -1"),
+        ({"held_out": [(HELD_OUT[0], HELD_OUT[1] + 1)]}, LabelError, "Labels run from 1 to 3; expected 0 to 2"),
+    ],
+)
+def test_mistakes_are_answered_in_words(
+    model: nn.Module, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"train": [TRAIN], "held_out": [HELD_OUT], "candidates": ONE} | changes
+    with pytest.raises(error, match=message):
+        errbar.autofit(model, arguments.pop("train"), arguments.pop("held_out"), **arguments)
+
+
+def test_a_limit_of_time_says_what_was_not_tried(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The clock jumps once the first candidate is judged.
+    judge = module._Search._judge
+
+    def slow(self: Any, *arguments: Any) -> None:
+        judge(self, *arguments)
+        self.begin -= 1000
+
+    monkeypatch.setattr(module._Search, "_judge", slow)
+    choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=[*ONE, {"last_layers": 2}], seconds=500)
+    assert {row.parameters for row in choice.rows} == {"last layer"}
+    (note,) = choice.not_tried
+    assert note.startswith("last 2 layers, dense: it would take about")
+    assert str(choice).splitlines()[-1] == f"Not tried: {note}"
