@@ -23,9 +23,9 @@ from errbar._derivative.route import Route
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
-# Bytes of the derivatives of the widest output of a module: on a CPU, what is larger goes back to the system when it is
-# freed, and takes longer to allocate than to compute.
-_WIDEST_BYTES = {"cpu": 2**25, "cuda": 2**30}
+# Bytes of the derivatives of the widest output of a module. On a CPU, larger ones take longer to allocate than to compute;
+# with smaller ones fewer draws share the pass of the network itself.
+_WIDEST_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _LEAST_TOGETHER = 8
 # Up to so many classes P^g of an input is small, and all samples are taken.
 FEW_CLASSES = 100
@@ -129,8 +129,7 @@ def _drawn_at_a_time(task: Task) -> int:
 def _at_a_time(task: Task, samples: int) -> tuple[int, int]:
     """How many inputs, and how many draws, go through the network at a time.
 
-    The network itself runs once for all draws that go together, so these are some at least. Outputs and their
-    derivatives should not be larger than what the heap of a process keeps for later (see `_WIDEST_BYTES`).
+    The network itself runs once for all draws that go together, so these are some at least.
     """
     kind = task.network.device.type
     limit = _WIDEST_BYTES.get(kind, _WIDEST_BYTES["cpu"])
