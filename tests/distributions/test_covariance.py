@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 import errbar
-from errbar._distributions.covariance import Covariance, DiagonalCovariance, FactoredCovariance, FullCovariance
+from errbar._distributions.covariance import (
+    Covariance,
+    DiagonalCovariance,
+    DrawnCovariance,
+    FactoredCovariance,
+    FullCovariance,
+)
 
-FORMS = ["full", "diagonal", "factored"]
-ROWS, CLASSES = 3, 4
+FORMS = ["full", "diagonal", "factored", "drawn"]
+ROWS, CLASSES, DRAWS = 3, 4, 6
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -28,6 +34,8 @@ def covariance(form: str) -> Covariance:
         return FullCovariance(half @ half.mT)
     if form == "diagonal":
         return DiagonalCovariance(weights)
+    if form == "drawn":
+        return DrawnCovariance(draw(ROWS, CLASSES, DRAWS, seed=5))
     return FactoredCovariance(torch.linalg.qr(draw(CLASSES, CLASSES, seed=3))[0], weights)
 
 

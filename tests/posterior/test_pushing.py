@@ -137,8 +137,8 @@ def many_classes() -> tuple[errbar.Posterior, Tensor]:
 
 def test_predictions_by_pushing_and_by_the_covariance_of_logits_agree() -> None:
     posterior, x = many_classes()
-    assert not pushing.pushing_is_cheaper(posterior.information.task, 300)
-    assert pushing.pushing_is_cheaper(posterior.information.task, 200)
+    assert not pushing.keeps_draws(posterior.information.task, 300)
+    assert pushing.keeps_draws(posterior.information.task, 200)
     pushed = posterior.predict(x, samples=200)
     exact = posterior.predict(x, samples=20_000)
     limit = 6 * exact.std / 200**0.5

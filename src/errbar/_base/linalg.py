@@ -205,7 +205,9 @@ def inverse(
     return symmetric((vectors / eigenvalues[..., None, :]) @ vectors.mT)
 
 
-def eigenvectors(matrix: Float[Tensor, "n n"], *, name: str) -> tuple[Float[Tensor, "n"], Float[Tensor, "n n"]]:
+def eigenvectors(
+    matrix: Float[Tensor, "*B n n"], *, name: str
+) -> tuple[Float[Tensor, "*B n"], Float[Tensor, "*B n n"]]:
     """Eigenvalues, the smallest first, and in columns the eigenvectors of a symmetric matrix, in float64."""
     _require_finite(matrix, name)
     values, vectors = torch.linalg.eigh(symmetric(matrix.double()))
@@ -219,7 +221,7 @@ def right_singular(matrix: Float[Tensor, "p q"], *, name: str) -> tuple[Float[Te
     return values, rows
 
 
-def _require_finite(matrix: Float[Tensor, "p q"], name: str) -> None:
+def _require_finite(matrix: Float[Tensor, "*B p q"], name: str) -> None:
     if not bool(torch.isfinite(matrix).all()):
         raise CovarianceError(
             f"{name} hold NaN or infinite values; expected finite inputs and derivatives. Check the weights of the "

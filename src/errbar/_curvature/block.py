@@ -201,7 +201,7 @@ class BlockFactor(Refactorised):
         """Draws of θ − θ̂ from N(0, P), in the order of the flat vector."""
         draws = torch.empty_like(normal)
         for block, factor in zip(self.blocks, self.factors, strict=True):
-            draws[:, block.part.positions(normal.device)] = factor.sample(block.part.take(normal))
+            draws[:, block.part.positions(normal.device)] = factor.sample(block.part.take(normal)).to(draws.dtype)
         return draws
 
     def log_determinant_of_precision(self) -> float:

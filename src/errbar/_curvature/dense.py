@@ -440,7 +440,7 @@ class DenseFactor:
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P): lower⁻ᵀ z has covariance (lower lowerᵀ)⁻¹ = P."""
-        return linalg.solve_lower_transposed(self.lower, normal.T).T
+        return linalg.solve_lower_transposed(self.lower, normal.T.to(self.lower.dtype)).T
 
     def log_determinant_of_precision(self) -> float:
         return linalg.log_determinant_from_cholesky(self.lower)

@@ -139,11 +139,12 @@ class KroneckerFactor(Refactorised):
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P): Q_G (z ∘ √v) Q_Aᵀ for each layer."""
         draws = torch.empty_like(normal)
-        for basis in self.bases:
+        for basis in self._bases(normal.dtype):
             independent = gathered(basis.layer, normal) * basis.precision.rsqrt()
             scatter_(draws, basis.layer, basis.outer @ independent @ basis.inner.T)
         if len(self.rest_spans):
-            draws[:, self.rest_spans.positions(normal.device)] = self.rest_spans.take(normal) * self.rest.rsqrt()
+            scale = self.rest.rsqrt().to(normal.dtype)
+            draws[:, self.rest_spans.positions(normal.device)] = self.rest_spans.take(normal) * scale
         return draws
 
     def log_determinant_of_precision(self) -> float:

@@ -59,6 +59,16 @@ def fisher_root(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "
     return torch.diag_embed(root) - probability[:, :, None] * root[:, None, :]
 
 
+def fisher_product(
+    logits: Float[Tensor, "B M"], values: Float[Tensor, "B M k"], fisher: Fisher
+) -> Float[Tensor, "B M k"]:
+    """Λ values, without making Λ; f ∘ (v − fᵀv), in which nothing cancels that all classes have in common."""
+    if fisher == "eta":
+        return fisher_diagonal(logits)[:, :, None] * values
+    probability = torch.softmax(logits.double(), 1)
+    return probability[:, :, None] * (values - probability[:, None] @ values)
+
+
 class Weights(Protocol):
     """Λ of B samples, in the c quantities whose derivative is J: the logits, or scores that were drawn."""
 

@@ -199,9 +199,11 @@ class PerClassFactor(Refactorised):
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
         """Draws of θ − θ̂ from N(0, P) in the order of the flat vector."""
         count, (classes, p) = len(normal), self.lower.shape[:2]
-        draws = linalg.solve_lower_transposed(self.lower, normal.reshape(count, classes, p).permute(1, 2, 0))
+        own = normal.reshape(count, classes, p).permute(1, 2, 0).to(self.lower.dtype)
+        draws = linalg.solve_lower_transposed(self.lower, own)
         flat = torch.empty_like(normal)
-        flat[:, self.layer.positions().reshape(-1).to(normal.device)] = draws.permute(2, 0, 1).reshape(count, -1)
+        rows = draws.permute(2, 0, 1).reshape(count, -1).to(flat.dtype)
+        flat[:, self.layer.positions().reshape(-1).to(normal.device)] = rows
         return flat
 
     def log_determinant_of_precision(self) -> float:

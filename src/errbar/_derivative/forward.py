@@ -14,6 +14,7 @@ from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errbar._derivative.full import RANDOM_IN_EVAL
+from errbar._derivative.tangents import NoRuleError, Pushed
 from errbar._derivative.trace import quiet_vmap
 from errbar._model.batch import Batch
 from errbar._model.network import Network
@@ -36,9 +37,11 @@ def pushed_forward(
 
     # Fused attention kernels have no derivative in forward mode; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
-        for push in (_all_together, _one_by_one, _by_two_backward_passes):
+        for push in (_written_out, _all_together, _one_by_one, _by_two_backward_passes):
             try:
                 return push(logits, values, tangents)
+            except NoRuleError:
+                continue
             except RuntimeError as error:
                 if "randomness" in str(error):
                     raise ModelError(RANDOM_IN_EVAL) from error
@@ -53,6 +56,16 @@ def _load_forward_rules() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+def _written_out(logits: Callable[[Values], Tensor], values: Values, tangents: Values) -> Float[Tensor, "k B M"]:
+    """By the rules of `_derivative.tangents`, for networks of the usual layers."""
+    pairs: Values = {name: Pushed(value, tangents[name], of_parameter=True) for name, value in values.items()}
+    with torch.no_grad():
+        result = logits(pairs)
+    if not isinstance(result, Pushed) or result.tangent.shape[2:] != result.primal.shape[1:]:
+        raise NoRuleError("the logits do not depend on the parameters")
+    return result.tangent.transpose(0, 1)
 
 
 def _all_together(logits: Callable[[Values], Tensor], values: Values, tangents: Values) -> Float[Tensor, "k B M"]:

@@ -1,7 +1,7 @@
-"""Covariances of logits: P^g of each input, full, diagonal or factored, and R of several frames together.
+"""Covariances of logits: P^g of each input, full, diagonal, factored or drawn, and R of several frames together.
 
-A covariance object is valid by construction. With many classes the form matters: a diagonal or a factored one makes
-nothing of size M × M for an input unless `matrix` is called.
+A covariance object is valid by construction. With many classes the form matters: a diagonal, a factored or a drawn one
+makes nothing of size M × M for an input unless `matrix` is called.
 """
 
 from __future__ import annotations
@@ -222,6 +222,67 @@ class FactoredCovariance:
 
 
 @dataclass(frozen=True, eq=False)
+class DrawnCovariance:
+    """P^g ≈ (1/K) Σ_k d_k d_kᵀ by K draws d_k of the logits' deviations from ĝ, the same number for each input.
+
+    The draws are what is known. Predictions use them as they are, so that these have the distribution of the draws
+    themselves; A = D/√K has A Aᵀ = P^g for whatever needs more samples than there are.
+    """
+
+    deviations: Float[Tensor, "B M K"]
+
+    @property
+    def draws(self) -> int:
+        return self.deviations.shape[2]
+
+    def matrix(self) -> Float[Tensor, "B M M"]:
+        return self.deviations @ self.deviations.mT / self.draws
+
+    def variance(self) -> Float[Tensor, "B M"]:
+        return self.deviations.square().mean(2)
+
+    def contrast_variance(self) -> Float[Tensor, "B"]:
+        """Σ_m of the variances less that of the mean over the classes, M times: tr(P^g − mean)/(M−1)."""
+        classes = self.deviations.shape[1]
+        # The variance over the classes of each draw, so that a large common shift does not cancel.
+        return self.deviations.var(1, correction=0).mean(1) * classes / (classes - 1)
+
+    def difference_variance(self) -> Float[Tensor, "B M M"]:
+        return _pair_sums(self.variance()) - 2 * self.matrix()
+
+    def __getitem__(self, rows: slice) -> DrawnCovariance:
+        return DrawnCovariance(self.deviations[rows])
+
+    def __mul__(self, number: float) -> DrawnCovariance:
+        return DrawnCovariance(self.deviations * math.sqrt(number))
+
+    def __truediv__(self, number: float) -> DrawnCovariance:
+        return DrawnCovariance(self.deviations / math.sqrt(number))
+
+    def to(self, dtype: torch.dtype) -> DrawnCovariance:
+        return DrawnCovariance(self.deviations.to(dtype))
+
+    def of_classes(self, classes: Int[Tensor, "B t"]) -> FullCovariance:
+        own = self.deviations.gather(1, classes[:, :, None].expand(-1, -1, self.draws))
+        return FullCovariance(own @ own.mT / self.draws)
+
+    def centred(self) -> DrawnCovariance:
+        return DrawnCovariance(self.deviations - self.deviations.mean(1, keepdim=True))
+
+    def joined(self, others: Sequence[Covariance]) -> Covariance:
+        parts = [
+            other.deviations for other in others if isinstance(other, DrawnCovariance) and other.draws == self.draws
+        ]
+        if len(parts) < len(others):
+            return FullCovariance(self.matrix()).joined(others)
+        return DrawnCovariance(torch.cat([self.deviations, *parts]))
+
+    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
+        """The draws themselves, without the common shift."""
+        return SamplingRoot(self.centred().deviations.to(dtype), kept=True), 0.0
+
+
+@dataclass(frozen=True, eq=False)
 class JointCovariance:
     """R of the logits of C frames, values[i, :, j, :] = R_ij = J_i P J_jᵀ, in float64.
 
@@ -256,6 +317,22 @@ class JointCovariance:
     def to(self, device: torch.device | str) -> JointCovariance:
         root = None if self.contrast_root is None else self.contrast_root.to(device)
         return replace(self, values=self.values.to(device), contrast_root=root)
+
+
+def drawn(form: Covariance, samples: int, seed: int) -> DrawnCovariance:
+    """The same covariance by K draws, where it is not drawn already; `samples` and `seed` are those of the draws.
+
+    Of a factored one with the common shift of the logits, which some weights of the Fisher information depend on; of a
+    full one, whose draws are of its contrasts, without.
+    """
+    if isinstance(form, DrawnCovariance):
+        return form
+    if isinstance(form, FactoredCovariance):
+        deviations = form.weights.clamp_min(0).sqrt()
+        root = SamplingRoot(deviations, form.basis.to(deviations.dtype), form.rotation)
+    else:
+        root = form.sampling_root(form.variance().dtype)[0]
+    return DrawnCovariance(root.spread(slice(None), root.draws(samples, seed, root.values)))
 
 
 def _pair_sums(variance: Float[Tensor, "B M"]) -> Float[Tensor, "B M M"]:

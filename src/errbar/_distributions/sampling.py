@@ -11,6 +11,7 @@ batch, with an error that grows with K (1e-5 at K = 1000 in float32).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from errbar._base.checks import whole_number
 from errbar._base.execution import plain_execution
-from errbar._base.memory import require_memory
+from errbar._base.memory import require_memory, usable_bytes
 from errbar.errors import ArgumentError
 
 # Bytes of one block of samples, which should stay in the cache between the passes of a softmax; a GPU needs few large
@@ -44,12 +45,15 @@ class SamplingRoot:
     """A of each input with A Aᵀ = P^g on contrasts, which turns draws z into logits ĝ + A z.
 
     `values` hold A itself; or √v, where A is diagonal; or √w, where A = Q diag(√w) R with one `basis` Q and one
-    `rotation` R (the identity unless given) for all inputs: R goes to the draws then, once.
+    `rotation` R (the identity unless given) for all inputs: R goes to the draws then, once. Where draws of the logits
+    are `kept`, `values` are d of these and A = values/√d: up to d random samples are the first of the kept ones, which
+    need no numbers, so that their draws are (0, K); more, or others, are A z.
     """
 
     values: Float[Tensor, "B M d"] | Float[Tensor, "B d"]
     basis: Float[Tensor, "M d"] | None = None
     rotation: Float[Tensor, "d d"] | None = None
+    kept: bool = False
 
     @staticmethod
     def concatenated(parts: Sequence[SamplingRoot]) -> SamplingRoot:
@@ -58,24 +62,51 @@ class SamplingRoot:
 
     def draws(self, samples: int, seed: int, like: Tensor, draws: str = "random") -> Float[Tensor, "d K"]:
         """R z of K draws, as `spread` takes them."""
+        if self.kept and draws == "random" and samples <= self.values.shape[-1]:
+            return like.new_empty(0, samples)
         return self.rotated(standard_normal(samples, self.values.shape[-1], seed, like, draws).T)
 
     def rotated(self, normal: Float[Tensor, "d K"]) -> Float[Tensor, "d K"]:
         return (normal if self.rotation is None else self.rotation.to(normal.dtype) @ normal).contiguous()
 
-    def spread(self, rows: slice, draws: Float[Tensor, "d K"]) -> Float[Tensor, "b M K"]:
-        """A z of some rows."""
+    def spread(self, rows: slice, draws: Float[Tensor, "d K"], scale: float = 1.0) -> Float[Tensor, "b M K"]:
+        """`scale` A z of some rows; a new tensor, which the caller may change."""
         values = self.values[rows]
+        if self.kept and not len(draws):
+            return values[:, :, : draws.shape[1]] * scale
+        if self.kept:
+            scale /= math.sqrt(values.shape[2])
+        if scale != 1:
+            draws = draws * scale
         if values.ndim == 3:
             return (values.flatten(0, 1) @ draws).reshape(*values.shape[:2], draws.shape[1])
         independent = values[:, :, None] * draws
         return independent if self.basis is None else self.basis @ independent
 
+    def keeping(self, samples: int, seed: int, like: Tensor) -> SamplingRoot:
+        """A root that holds the K draws A z, where products with a `basis` would be made again and again.
+
+        The same where there is no basis, and where the draws, M × K numbers for each input, would take more than a
+        third of the memory that is left: slower then, with the same numbers.
+        """
+        if self.basis is None:
+            return self
+        inputs, classes = len(self.values), len(self.basis)
+        if inputs * classes * samples * self.values.element_size() > usable_bytes(like.device) // 3:
+            return self
+        draws = self.draws(samples, seed, like)
+        values = self.values.new_empty(inputs, classes, samples)
+        size = max(1, BLOCK_BYTES.get(like.device.type, 2**21) // (classes * samples * self.values.element_size()))
+        for start in range(0, inputs, size):
+            rows = slice(start, start + size)
+            values[rows] = self.spread(rows, draws)
+        return SamplingRoot(values, kept=True)
+
     def squares(self) -> Float[Tensor, "B"]:
         """tr A Aᵀ in float64."""
         if self.values.ndim == 3:
             norms: Tensor = self.values.flatten(1).norm(dim=1)
-            return norms.double().square()
+            return norms.double().square() / (self.values.shape[2] if self.kept else 1)
         columns = 1.0 if self.basis is None else self.basis.double().square().sum(0)
         return (self.values.double().square() * columns).sum(1)
 
@@ -87,7 +118,7 @@ class SamplingRoot:
     def whole(self) -> Float[Tensor, "B M d"] | Float[Tensor, "B M"]:
         """A itself, M × d numbers per input, for draws that are not rotated; √v where it is diagonal."""
         if self.basis is None:
-            return self.values
+            return self.values / math.sqrt(self.values.shape[2]) if self.kept else self.values
         root = self.basis * self.values[:, None, :]
         return root if self.rotation is None else root @ self.rotation.to(root.dtype)
 

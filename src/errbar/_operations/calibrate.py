@@ -32,6 +32,7 @@ from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import SamplingRoot, require_samples
 from errbar._model.batch import Batch, Unpack, checked_labels
 from errbar._posterior.posterior import Posterior, require_posterior
+from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
 from errbar.errors import ArgumentError, CalibrationWarning, DataError
 
 TEMPERATURE_BOUNDS = (1e-2, 1e2)
@@ -88,7 +89,8 @@ def calibrate(
         data: held-out batches with labels, not used for training.
         objective: "nll", "brier" or "ece".
         fit: which of "temperature" and "covariance_scale" to fit.
-        samples: Monte Carlo draws for the PMF.
+        samples: Monte Carlo draws for the PMF; with M > 100 classes at most 100,000/M, or 100 where that is more. They
+            are held in memory where that is quicker: up to 100,000 numbers for each input, or 100 M.
         seed: for these draws.
         unpack: as in `collect`; by default that of the fit.
         group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.
@@ -97,15 +99,16 @@ def calibrate(
     team = team_of(group)
     names = team.together(lambda: _require_question(posterior, objective, fit))
     posterior.require_ready(team)
+    samples = affordable_draws(posterior.information.n_classes, team.together(lambda: require_samples(samples)))
     start = {"temperature": posterior.temperature, "covariance_scale": posterior.covariance_scale}
     team.require_same(start | {"objective": objective, "fit": names, "samples": samples, "seed": seed})
-    held_out = _held_out(posterior, data, unpack or posterior.unpack, progress, team)
+    held_out = _held_out(posterior, data, unpack or posterior.unpack, progress, team, samples, seed)
 
     def search() -> tuple[dict[str, float], list[str]] | None:
         if not team.leads:
             return None
         with plain_execution(held_out.mean.device):
-            return _search(held_out, _OBJECTIVES[objective], names, start, require_samples(samples), seed)
+            return _search(held_out, _OBJECTIVES[objective], names, start, samples, seed)
 
     best, messages = team.broadcast(team.together(search))
     for text in messages:
@@ -147,9 +150,7 @@ class _HeldOut:
         size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
-            spread = self.root.spread(rows, normal)
-            spread *= math.sqrt(scale) / temperature
-            yield rows, spread, self.mean[rows] / temperature
+            yield rows, self.root.spread(rows, normal, math.sqrt(scale) / temperature), self.mean[rows] / temperature
 
     def log_likelihood(
         self, temperature: float, scale: float, normal: Float[Tensor, "d K"], names: Sequence[str] = ()
@@ -217,31 +218,37 @@ class _HeldOut:
         return pmf, slopes
 
 
-def _held_out(posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team) -> _HeldOut:
+def _held_out(
+    posterior: Posterior, data: Any, unpack: Unpack | None, progress: bool, team: Team, samples: int, seed: int
+) -> _HeldOut:
     """The held-out inputs of all ranks, in the order of ranks, on every rank. A collective call."""
     stream = opened(data, unpack, team, title="Calibrating", progress=progress)
-    own = team.together(lambda: _read(posterior, stream))
+    own = team.together(lambda: _read(posterior, stream, samples, seed))
     has_data = team.exchange(own is not None)
     if not any(has_data):
         raise DataError("The data for calibration are empty: expected at least one batch.")
     if team.is_alone and own is not None:
-        return own
+        return replace(own, root=own.root.keeping(samples, seed, own.mean))
     device = posterior.information.network.device
     parts = None if own is None else {"mean": own.mean, "root": own.root.values, "labels": own.labels}
     rows = team.gathered(parts, device)
     # One posterior has one basis, which a rank without data lacks: take that of the first rank with data.
     common = {} if own is None or has_data.index(True) != team.rank else own.root.common()
-    return _HeldOut(rows["mean"], SamplingRoot(rows["root"], **team.gathered(common, device)), rows["labels"])
+    root = SamplingRoot(
+        rows["root"], **team.gathered(common, device), kept=keeps_draws(posterior.information.task, samples)
+    )
+    return _HeldOut(rows["mean"], root.keeping(samples, seed, rows["mean"]), rows["labels"])
 
 
-def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
+def _read(posterior: Posterior, stream: Iterator[Batch], samples: int, seed: int) -> _HeldOut | None:
     """This rank's part of the held-out inputs; None if it has none."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
     means: list[Tensor] = []
     roots: list[SamplingRoot] = []
     labels: list[Tensor] = []
     for batch in stream:
-        gaussian = plain.unrounded_logits(batch)
+        require_room(posterior.information.task, sum(map(len, means)), len(batch), samples)
+        gaussian = plain.sampling_logits(batch, samples, seed)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device))
         means.append(gaussian.mean - gaussian.mean.mean(1, keepdim=True))
@@ -251,9 +258,10 @@ def _read(posterior: Posterior, stream: Iterator[Batch]) -> _HeldOut | None:
 
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:
     """−(1/N) Σ_n ln f_y, finite even where a probability would underflow."""
+    samples = affordable_draws(posterior.information.n_classes, samples)
     total, count = 0.0, 0
     for batch in data:
-        part = _read(posterior, iter([batch]))
+        part = _read(posterior, iter([batch]), samples, seed)
         assert part is not None
         with plain_execution(part.mean.device):
             scales = posterior.temperature, posterior.covariance_scale

@@ -55,7 +55,7 @@ def choose_prior(
         precisions: the candidates, at least one. The best of the default ones is refined (evidence: to about 0.01
             nats); of your own candidates, one is returned.
         per_layer: one precision per layer (a mapping of module names) instead of one for all.
-        samples: Monte Carlo draws for the PMF; only for `by="nll"`.
+        samples: Monte Carlo draws for the PMF; only for `by="nll"`; with many classes fewer, as in `calibrate`.
         seed: for these draws.
         unpack: as in `collect`; by default that of the fit.
         progress: show progress with the time left.

@@ -13,13 +13,21 @@ from torch import Tensor
 from errbar._base import linalg
 from errbar._base.execution import plain_execution
 from errbar._base.progress import track
-from errbar._curvature.fisher import Fisher, fisher_root
-from errbar._distributions.covariance import FullCovariance
+from errbar._curvature.fisher import Fisher, fisher_product, fisher_root
+from errbar._distributions.covariance import DrawnCovariance, FullCovariance, drawn
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.sampling import BLOCK_BYTES, require_samples, standard_normal
+from errbar._distributions.sampling import BLOCK_BYTES, require_samples
 from errbar._model.batch import Unpack, batches, checked_labels, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
+from errbar._posterior.pushing import FEW_CLASSES, affordable_draws
 from errbar.errors import ArgumentError, CovarianceError, DataError, LabelError
+
+_NOT_IN_THE_FIT = (
+    "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out of it. "
+    "Pass leave_out=False for data that the network was not trained on."
+)
+# Bytes of the matrices of draws that are made at a time.
+_DRAWN_BYTES = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +70,17 @@ def outlier_scores(
 
     `leave_out` says that the data were part of the fit: the label's own influence on the network is then removed
     before its suspicion is computed, so that a memorised wrong label does not support itself. Set it to False for
-    data that the network was not trained on.
+    data that the network was not trained on. With M > 100 classes there are at most 100,000/M `samples`, or 100
+    where that is more, and nothing of size M × M is made for an input.
     """
     require_posterior(posterior)
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    samples = affordable_draws(posterior.information.n_classes, require_samples(samples))
     information, variance, suspicion = [], [], []
     for batch in track(
         batches(data, unpack or posterior.unpack), "Scoring", total=count_batches(data), enabled=progress
     ):
-        gaussian = plain.unrounded_logits(batch)
+        gaussian = plain.sampling_logits(batch, samples, seed)
         calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = calibrated.predict(samples, seed)
         information.append(prediction.mutual_information)
@@ -79,6 +89,8 @@ def outlier_scores(
             size, classes = gaussian.mean.shape
             labels = checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
             if leave_out:
+                if classes > FEW_CLASSES and not isinstance(gaussian.form, FullCovariance):
+                    gaussian = LogitGaussian(gaussian.mean, drawn(gaussian.form, samples, seed))
                 without = without_own_label(gaussian, labels, posterior.information.fisher)
                 calibrated = without.tempered(posterior.temperature).scaled(posterior.covariance_scale)
             suspicion.append(_label_suspicion(calibrated, labels, samples, seed))
@@ -94,8 +106,8 @@ def _label_suspicion(gaussian: LogitGaussian, labels: Int[Tensor, "B"], samples:
     The probability of a label that the model considers impossible underflows to zero, whose logarithm would not say
     which of such labels is more suspicious; computed directly, the logarithm is finite.
     """
-    root = gaussian.sampling_root().whole()
-    normal = standard_normal(require_samples(samples), root.shape[-1], seed, gaussian.mean).T.double()
+    root = gaussian.sampling_root()
+    normal = root.draws(require_samples(samples), seed, gaussian.mean)
     suspicion = torch.empty(len(gaussian), dtype=torch.float64, device=gaussian.mean.device)
     # As many inputs at a time as for a prediction.
     row_bytes = 8 * gaussian.mean.shape[1] * normal.shape[1]
@@ -103,9 +115,7 @@ def _label_suspicion(gaussian: LogitGaussian, labels: Int[Tensor, "B"], samples:
     with plain_execution(suspicion.device):
         for start in range(0, len(gaussian), size):
             rows = slice(start, start + size)
-            mean, spread = gaussian.mean[rows].double(), root[rows].double()
-            deviations = spread[:, :, None] * normal if spread.ndim == 2 else spread @ normal
-            logits = mean[:, :, None] + deviations
+            logits = gaussian.mean[rows].double()[:, :, None] + root.spread(rows, normal)
             label = labels[rows, None, None].expand(-1, 1, normal.shape[1])
             of_label = torch.log_softmax(logits, 1).gather(1, label)[:, 0]
             suspicion[rows] = math.log(normal.shape[1]) - torch.logsumexp(of_label, 1)
@@ -127,6 +137,8 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
         P₋ = P^g + P^g R (I − RᵀP^gR)⁻¹ RᵀP^g,   Λ = R Rᵀ,
     and one Newton step from θ̂ without its likelihood moves them to ĝ₋ = ĝ + P₋ (f − e_y).
     """
+    if isinstance(gaussian.form, DrawnCovariance):
+        return _without_own_label_by_draws(gaussian.mean, gaussian.form, labels, fisher)
     covariance = gaussian.covariance.double()
     mean = gaussian.mean.double()
     # What was drawn for the input is known only on average, and that is Λ itself.
@@ -136,13 +148,39 @@ def without_own_label(gaussian: LogitGaussian, labels: Int[Tensor, "B"], fisher:
     try:
         lower, _ = linalg.safe_cholesky(remainder, name="I − RᵀP^gR", limit=1e-4)
     except CovarianceError as cause:
-        raise DataError(
-            "An input holds more information than the whole fit, so it was not part of the fit and cannot be left out "
-            "of it. Pass leave_out=False for data that the network was not trained on."
-        ) from cause
+        raise DataError(_NOT_IN_THE_FIT) from cause
     half = linalg.solve_lower(lower, half)
     wider = linalg.symmetric(covariance + half.mT @ half)
     target = torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean)
     error = torch.softmax(mean, 1) - target
     shifted_mean = mean + (wider @ error[..., None])[..., 0]
     return LogitGaussian(shifted_mean.to(gaussian.mean), FullCovariance(wider))
+
+
+def _without_own_label_by_draws(
+    mean: Float[Tensor, "B M"], form: DrawnCovariance, labels: Int[Tensor, "B"], fisher: Fisher
+) -> LogitGaussian:
+    """The same by draws, P^g = A Aᵀ with A = D/√K, and matrices of K × K alone:
+
+        P₋ = A (I − AᵀΛA)⁻¹ Aᵀ,   D₋ = D (I − AᵀΛA)^−½.
+
+    The eigenvalues h of AᵀΛA, how much an input says about itself, are below one; K draws know them to about √(2/K)
+    of themselves. So they are limited to 1 − √(2/K), and an h that is more than six times that above one is refused.
+    """
+    error = math.sqrt(2 / form.draws)
+    size = max(1, _DRAWN_BYTES // (8 * form.draws * (form.draws + mean.shape[1])))
+    means, deviations = [], []
+    for start in range(0, len(mean), size):
+        rows = slice(start, start + size)
+        logits, own = mean[rows].double(), form.deviations[rows].double()
+        probability = torch.softmax(logits, 1)
+        weighted = fisher_product(logits, own, "ggn" if fisher == "sampled" else fisher)
+        values, vectors = linalg.eigenvectors(own.mT @ weighted / form.draws, name="The draws of the logits")
+        if bool((values > 1 + 6 * error).any()):
+            raise DataError(_NOT_IN_THE_FIT)
+        stretch = (1 - values.clamp(0, max(1 - error, 0.5))).rsqrt()
+        wider = own @ (vectors * stretch[:, None, :]) @ vectors.mT
+        residual = probability - torch.nn.functional.one_hot(labels[rows], mean.shape[1])
+        means.append(logits + (wider @ (wider.mT @ residual[..., None]))[..., 0] / form.draws)
+        deviations.append(wider.to(form.deviations.dtype))
+    return LogitGaussian(torch.cat(means).to(mean), DrawnCovariance(torch.cat(deviations)))

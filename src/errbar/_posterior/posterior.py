@@ -22,6 +22,7 @@ from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
+from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian, require_covariance_scale, require_temperature
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import (
@@ -36,7 +37,7 @@ from errbar._model.network import Network, Output, require_finite_logits
 from errbar._posterior.collect import DEFAULT_EVERY, accumulate_over, collect
 from errbar._posterior.information import Information
 from errbar._posterior.prior import Prior
-from errbar._posterior.pushing import pushed_deviations, pushing_is_cheaper, require_top
+from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
 # Rounding of the information above this share of the prior gives a warning.
@@ -131,26 +132,37 @@ class Posterior:
                 the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
                 end. A tensor or a mapping of another form goes to the model as it is.
         """
-        if draws == "random" and pushing_is_cheaper(self.information.task, require_samples(samples)):
-            return self._pushed_prediction(x, samples, require_seed(seed), unpack)
+        if draws == "random":
+            return self.sampling_logits(x, samples, seed, unpack=unpack).predict(samples, seed)
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
 
-    def _pushed_prediction(self, x: Any, samples: int, seed: int, unpack: Unpack | None) -> Prediction:
-        """f⁽ᵏ⁾ = softmax((ĝ + √T_c J δ⁽ᵏ⁾)/T), δ⁽ᵏ⁾ ~ N(0, P): the distribution of `logits`, without P^g."""
+    def sampling_logits(self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """What so many samples are taken from: `unrounded_logits`, or where that is quicker `drawn_logits`."""
+        if keeps_draws(self.information.task, require_samples(samples)):
+            return self.drawn_logits(x, samples, seed, unpack=unpack)
+        return self.unrounded_logits(x, unpack=unpack)
+
+    def drawn_logits(self, x: Any, samples: int = 100, seed: int = 0, *, unpack: Unpack | None = None) -> LogitGaussian:
+        """N(ĝ/T, T_c P^g/T²) by draws: ĝ, and K samples √T_c J δ/T of what the logits deviate from it, δ ~ N(0, P).
+
+        They have the distribution of `logits`, for all classes at once, and nothing of size M × M is made unless
+        `covariance` is read. The draws of the parameters are the same for all inputs, and follow from the seed;
+        `predict` of the result takes up to K of them as they are. `x` and `unpack` as in `predict`.
+        """
+        require_samples(samples)
+        require_seed(seed)
+        if is_stream(x):
+            stream = input_batches(x, unpack or self.unpack)
+            return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
         task = self.information.task
-        scale = math.sqrt(self.covariance_scale)
-        batches = input_batches(x, unpack or self.unpack) if is_stream(x) else [x]
-        parts = []
         with plain_execution(task.network.device):
-            for part in batches:
-                checks, batch = self._prepared(part, unpack)
-                mean = task.network.logits(batch).to(task.network.dtype)
-                require_finite_logits(mean, checks)
-                checks.finish()
-                logits = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-                logits.mul_(scale).add_(mean[:, :, None]).div_(self.temperature)
-                parts.append(softmax_over_classes_(logits))
-        return Prediction.from_sampler(GivenSampler(torch.cat(parts)))
+            checks, batch = self._prepared(x, unpack)
+            mean = task.network.logits(batch).to(task.network.dtype)
+            require_finite_logits(mean, checks)
+            checks.finish()
+            deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
+            deviations.mul_(math.sqrt(self.covariance_scale) / self.temperature)
+        return LogitGaussian(mean / self.temperature, DrawnCovariance(deviations))
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
         task = self.information.task
@@ -314,8 +326,9 @@ class Posterior:
 
         Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
         thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
-        gives, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front of the
-        selected layers may be anything; these and what follows must be linear layers with activations between them.
+        gives by P^g, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front
+        of the selected layers may be anything; these and what follows must be linear layers with activations between
+        them.
         """
         from errbar._export.write import (
             ExportRequest,

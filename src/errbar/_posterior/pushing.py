@@ -22,16 +22,32 @@ from errbar._derivative.forward import pushed_forward
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
-# Outputs as large as the widest that are held at a time: of a layer, of its tangent, and of what they are made from.
-_LIVE_OUTPUTS = 6
-# Activations of one input and direction, where no pass has told what they take: a guess on the safe side.
-_UNKNOWN_ACTIVATIONS = 2**24
+# Bytes of the derivatives of the widest output of a module. On a CPU, larger ones take longer to allocate than to compute;
+# with smaller ones fewer draws share the pass of the network itself.
+_WIDEST_BYTES = {"cpu": 2**26, "cuda": 2**30}
+_LEAST_TOGETHER = 8
+# Up to so many classes P^g of an input is small, and all samples are taken.
+FEW_CLASSES = 100
+# With more: numbers in the draws of the logits of one input that are kept, and the least number of draws.
+_KEPT_NUMBERS, _LEAST_DRAWS = 100_000, 100
+# The widest output of one input, where no pass has told what it takes: a guess on the safe side.
+_UNKNOWN_WIDEST = 2**22
 
 
-def pushing_is_cheaper(task: Task, samples: int) -> bool:
-    """Whether K draws pushed forward take less time than P^g, which takes a backward pass for each class.
+def affordable_draws(classes: int, samples: int) -> int:
+    """How many of so many samples to keep of the logits of each input, where those of many inputs are held at a time.
 
-    Not where all that is selected is a layer that returns the logits: there P^g takes no backward pass at all.
+    All of them for up to 100 classes; of M classes 100,000/M, and at least 100: the Monte Carlo error of a probability
+    f is then √(f (1 − f)/100) at most, and that of a mean over many inputs far below.
+    """
+    return samples if classes <= FEW_CLASSES else min(samples, max(_LEAST_DRAWS, _KEPT_NUMBERS // classes))
+
+
+def keeps_draws(task: Task, samples: int) -> bool:
+    """Whether K draws, pushed forward, take the place of P^g: where they take less time.
+
+    P^g takes a backward pass for each class; but none at all, and so it stays, where all that is selected is a layer
+    that returns the logits.
     """
     route = task.route
     if route is not None:
@@ -39,6 +55,27 @@ def pushing_is_cheaper(task: Task, samples: int) -> bool:
         if route.identity or (by_layer is not None and not by_layer.outer_size and not len(by_layer.rest_spans)):
             return False
     return draws_are_quicker(task.n_classes, samples)
+
+
+def pushed_draws(task: Task, samples: int) -> int:
+    """How many samples to take of each of many inputs: all of them by P^g, as many as are affordable by draws."""
+    few = affordable_draws(task.n_classes, samples)
+    return few if keeps_draws(task, few) else samples
+
+
+def require_room(task: Task, held: int, inputs: int, samples: int) -> None:
+    """Refuse to draw the logits of more inputs than memory holds, beside a copy of those that are `held` already.
+
+    Nothing is refused where P^g takes the place of draws.
+    """
+    if not keeps_draws(task, samples):
+        return
+    require_memory(
+        (held + 2 * inputs) * task.n_classes * samples * task.network.dtype.itemsize,
+        task.network.device,
+        what=f"Holding {samples:,} draws of {task.n_classes:,} logits for {held + inputs:,} inputs or more",
+        instead="Use fewer inputs, or fewer samples.",
+    )
 
 
 def require_top(top: object, classes: int) -> int:
@@ -59,25 +96,40 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
     )
     deviations: Tensor | None = None
     first = 0
-    at_a_time = _draws_at_a_time(task, len(batch))
-    for normal in _normal_rows(samples, selection.n_parameters, seed, at_a_time, network.device):
-        directions = factor.sample(normal)
-        pushed = pushed_forward(network, selection, batch, directions).detach()
-        if deviations is None:
-            deviations = pushed.new_empty(*pushed.shape[1:], samples)
-        deviations[..., first : first + len(pushed)] = pushed.permute(1, 2, 0)
-        first += len(pushed)
+    rows, together = _at_a_time(task, samples)
+    for normal in _normal_rows(samples, selection.n_parameters, seed, _drawn_at_a_time(task), network.device):
+        # Products in float64 take twice the time, and a network in float32 sees no difference.
+        directions = factor.sample(normal.to(task.dtype))
+        for few in directions.split(together):
+            start = 0
+            for part in batch.parts(rows):
+                pushed = pushed_forward(network, selection, part, few).detach()
+                if deviations is None:
+                    deviations = pushed.new_empty(len(batch), pushed.shape[2], samples)
+                where = slice(start, start + pushed.shape[1]), slice(None), slice(first, first + len(few))
+                deviations[where] = pushed.permute(1, 2, 0)
+                start += pushed.shape[1]
+            first += len(few)
     assert deviations is not None
     return deviations
 
 
-def _draws_at_a_time(task: Task, size: int) -> int:
-    device = task.network.device
-    limit = PUSHED_BYTES.get(device.type, PUSHED_BYTES["cpu"])
-    activations = _UNKNOWN_ACTIVATIONS
-    if task.layout is not None:
-        activations = _LIVE_OUTPUTS * task.layout.widest_bytes
-    return max(1, min(limit // (8 * task.selection.n_parameters), limit // max(1, size * activations)))
+def _drawn_at_a_time(task: Task) -> int:
+    """Draws of the parameters that are held at a time."""
+    limit = PUSHED_BYTES.get(task.network.device.type, PUSHED_BYTES["cpu"])
+    return max(1, limit // (8 * task.selection.n_parameters))
+
+
+def _at_a_time(task: Task, samples: int) -> tuple[int, int]:
+    """How many inputs, and how many draws, go through the network at a time.
+
+    The network itself runs once for all draws that go together, so these are some at least.
+    """
+    kind = task.network.device.type
+    limit = _WIDEST_BYTES.get(kind, _WIDEST_BYTES["cpu"])
+    widest = _UNKNOWN_WIDEST if task.layout is None else max(1, task.layout.widest_bytes)
+    draws = min(samples, max(_LEAST_TOGETHER, limit // widest))
+    return max(1, limit // (draws * widest)), draws
 
 
 def _normal_rows(

@@ -113,7 +113,7 @@ def _try(loaded: Loaded, sources: Sequence[Source], shape: tuple[int, int, int] 
 
     for source in sources:
         for batch in first_inputs(source.loader(), 2):
-            loaded.posterior.logits(batch)
+            loaded.posterior.sampling_logits(batch, samples=2)
             picture_of(batch, shape)
 
 

@@ -315,13 +315,13 @@ class Plane(NamedTuple):
 
 def plane_of(gaussian: LogitGaussian, index: int, classes: tuple[int, int]) -> Plane:
     """The centred logits of one input in the plane of two classes."""
-    centered = gaussian[index : index + 1].centered()
-    i, j = classes
+    pair = torch.tensor([classes], device=gaussian.mean.device)
+    centered = gaussian[index : index + 1].centered().of_classes(pair)
     mean, covariance = centered.mean[0].double(), centered.covariance[0].double()
-    a, b, c = float(covariance[i, i]), float(covariance[i, j]), float(covariance[j, j])
+    a, b, c = float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
     middle, radius = (a + c) / 2, math.hypot((a - c) / 2, b)
     return Plane(
-        mean=(float(mean[i]), float(mean[j])),
+        mean=(float(mean[0]), float(mean[1])),
         major=math.sqrt(max(middle + radius, 0.0)),
         minor=math.sqrt(max(middle - radius, 0.0)),
         angle=math.atan2(2 * b, a - c) / 2,

@@ -12,6 +12,7 @@ import torch
 from errbar._base.progress import track
 from errbar._model.batch import Unpack, batches, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
+from errbar._posterior.pushing import pushed_draws
 from errbar.errors import ArgumentError, ErrbarError
 from errbar.report import checking, scoring
 from errbar.report.examples import examples
@@ -62,7 +63,8 @@ def assess(
         outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
         bins: number of bins of the expected calibration error.
-        samples: Monte Carlo draws per input.
+        samples: Monte Carlo draws per input; where there are so many classes M that the parameters are drawn, at most
+            100,000/M, or 100.
         seed: for the draws and the resampling.
         picture_shape: (channels, height, width) of pictures that are stored in another shape.
         name_of: the name to show for the input with a given number.
@@ -74,6 +76,7 @@ def assess(
     """
     require_posterior(posterior)
     size = posterior.information.n_classes
+    samples = pushed_draws(posterior.information.task, samples)
     names = _names(classes, size)
     doubts, fingerprint = Doubts(), Fingerprint()
     uncertain, wrong = Leaders(_EXAMPLES, wrong=False), Leaders(_EXAMPLES, wrong=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from errbar import metrics
 from errbar._model.batch import Batch, joined
 from errbar._posterior.posterior import Posterior
+from errbar._posterior.pushing import pushed_draws
 from errbar.errors import DataError
 from errbar.report.resampling import area
 from errbar.report.values import Curve, Estimate, Linearisation, OutlierRow, Outliers
@@ -63,9 +64,10 @@ def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, sam
 def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:
     """The outlier scores of each input; higher is more unusual. Labels are ignored."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    samples = pushed_draws(posterior.information.task, samples)
     columns: dict[str, list[Tensor]] = {}
     for batch in stream:
-        gaussian = plain.unrounded_logits(batch)
+        gaussian = plain.sampling_logits(batch, samples, seed)
         calibrated = gaussian.tempered(posterior.temperature).scaled(posterior.covariance_scale)
         prediction = calibrated.predict(samples, seed)
         scores = score_columns(

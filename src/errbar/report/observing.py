@@ -15,6 +15,7 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._model.batch import Batch, checked_labels
 from errbar._posterior.posterior import Posterior
+from errbar._posterior.pushing import pushed_draws
 from errbar.errors import DataError
 
 Item = TypeVar("Item")
@@ -61,12 +62,13 @@ def observe(
 ) -> Observation:
     """PMFs of the network alone, with error bars, and calibrated where T or T_c is not 1; and the labels."""
     plain = posterior.with_calibration(temperature=1.0, covariance_scale=1.0)
+    samples = pushed_draws(posterior.information.task, samples)
     T, scale = posterior.temperature, posterior.covariance_scale
     columns: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     start = 0
     for batch in stream:
-        gaussian = plain.unrounded_logits(batch)
+        gaussian = plain.sampling_logits(batch, samples, seed)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
         prediction = gaussian.predict(samples, seed)

@@ -16,7 +16,8 @@ from torch import Tensor
 import errbar
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
-from errbar._distributions.sampling import GivenSampler, standard_normal
+from errbar._distributions.sampling import GivenSampler
+from errbar._posterior.pushing import keeps_draws
 from errbar.errors import ArgumentError
 from errbar.serve.service import Served
 
@@ -99,27 +100,44 @@ def compute(works: Sequence[Work]) -> list[Answer]:
 
 
 def predict_together(works: Sequence[Predict]) -> list[Answer]:
-    """One run of the network for all; one sampling, with its statistics, per set of options."""
+    """One run of the network for all that need P^g; one sampling, with its statistics, per set of options."""
     served = works[0].served
-    logits = served.plain.unrounded_logits(torch.cat([work.x for work in works]))
-    rows: list[slice] = []
-    for work in works:
-        start = rows[-1].stop if rows else 0
-        rows.append(slice(start, start + len(work.x)))
     kinds: dict[AnswerOptions, list[int]] = {}
     for place, work in enumerate(works):
         kinds.setdefault(work.options, []).append(place)
+    by_covariance = [place for place, work in enumerate(works) if not _draws_parameters(served, work.options)]
+    logits = _logits(served, works, by_covariance)
     answers: dict[int, Answer] = {}
     for options, places in kinds.items():
-        alone = len(kinds) == 1
-        plain = logits if alone else LogitGaussian.concatenated([logits[rows[place]] for place in places])
+        x = torch.cat([works[place].x for place in places])
+        if _draws_parameters(served, options):
+            plain = served.plain.drawn_logits(x, options.samples, options.seed)
+        else:
+            plain = LogitGaussian.concatenated([logits[place] for place in places])
         posterior = _calibrated(served, options)
         result = _result(plain.tempered(posterior.temperature).scaled(posterior.covariance_scale), options)
-        scores = served.outlier_scores(plain) if "outlier" in options.include else None
+        scores = served.outlier_scores(x, plain) if "outlier" in options.include else None
         descriptions = iter(result.described(served.classes, options, served, scores))
         for place in places:
             answers[place] = [next(descriptions) for _ in range(len(works[place].x))]
     return [answers[place] for place in range(len(works))]
+
+
+def _draws_parameters(served: Served, options: AnswerOptions) -> bool:
+    """Whether `predict` would draw parameters for as many samples, and the request does not ask for P^g itself."""
+    return "logits" not in options.include and keeps_draws(served.posterior.information.task, options.samples)
+
+
+def _logits(served: Served, works: Sequence[Predict], places: Sequence[int]) -> dict[int, LogitGaussian]:
+    """The logits of some of the works without T and T_c, by one run of the network."""
+    if not places:
+        return {}
+    together = served.plain.unrounded_logits(torch.cat([works[place].x for place in places]))
+    parts, start = {}, 0
+    for place in places:
+        parts[place] = together[start : start + len(works[place].x)]
+        start += len(works[place].x)
+    return parts
 
 
 def with_stored_samples(prediction: Prediction) -> Prediction:
@@ -163,9 +181,8 @@ class Result:
         if "covariance" in include:
             columns["covariance"] = prediction.covariance.tolist()
         if include & {"logits", "points"}:
-            rounded = self.gaussian.rounded()
-            centered = rounded.centered()
             if "logits" in include:
+                centered = self.gaussian.rounded().centered()
                 pairs = zip(centered.mean.tolist(), centered.covariance.tolist(), strict=True)
                 columns["logits"] = [{"mean": mean, "covariance": covariance} for mean, covariance in pairs]
             if "points" in include:
@@ -202,13 +219,12 @@ def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tenso
 def _points(gaussian: LogitGaussian, pmf: Tensor, options: AnswerOptions) -> list[dict[str, Any]]:
     """The first draws of the logits of the two leading classes, centred over all classes: the same draws as the PMF."""
     # All draws, not just the first few: another number of samples gives other draws.
-    root = gaussian.sampling_root().whole()
-    normal = standard_normal(options.samples, root.shape[-1], options.seed, gaussian.mean)[:POINTS].T
+    root = gaussian.sampling_root()
+    normal = root.draws(options.samples, options.seed, gaussian.mean)[:, :POINTS]
     leaders = pmf.topk(2).indices
     points = []
     for row, pair in enumerate(leaders.tolist()):
-        spread = root[row] @ normal if root.ndim == 3 else root[row][:, None] * normal
-        logits = gaussian.mean[row][:, None] + spread
+        logits = gaussian.mean[row][:, None] + root.spread(slice(row, row + 1), normal)[0]
         logits = logits - logits.mean(0, keepdim=True)
         points.append({"classes": pair, "logits": logits[pair].T.tolist()})
     return points

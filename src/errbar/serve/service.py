@@ -12,8 +12,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import errbar
+from errbar._curvature.task import Task
+from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.batch import batches
+from errbar._posterior.pushing import keeps_draws, pushed_draws
 from errbar.errors import ArgumentError, DataError
 from errbar.serve.pictures import PictureRule, rule_for
 
@@ -59,8 +62,13 @@ class Served:
             raise DataError("The model takes whole numbers; expected inputs without fractions.")
         return x.long()
 
-    def outlier_scores(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
-        """The mutual information of logits of `plain`, at the posterior's own T and T_c, whatever the request."""
+    def outlier_scores(self, x: Tensor, plain: LogitGaussian) -> Float[Tensor, " B"]:
+        """The mutual information of inputs, at the posterior's own T and T_c, whatever the request.
+
+        `plain` are their logits as the request needs them; other draws than those of the scores are not used.
+        """
+        if isinstance(plain.form, DrawnCovariance) or keeps_draws(*_scoring(self.posterior)):
+            plain = self.plain.sampling_logits(x, _scoring(self.posterior)[1])
         return _mutual_information(self.posterior, plain)
 
     def outlier(self, score: float) -> dict[str, float | int] | None:
@@ -132,7 +140,7 @@ def reference_scores(
     example_pairs: list[tuple[Tensor, str]] = []
     count = 0
     for batch in batches(data, posterior.unpack):
-        scores.append(_mutual_information(posterior, plain.unrounded_logits(batch)).cpu())
+        scores.append(_mutual_information(posterior, plain.sampling_logits(batch, _scoring(posterior)[1])).cpu())
         x = batch.args[0] if batch.args else None
         if isinstance(x, Tensor) and len(example_pairs) < examples:
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
@@ -148,7 +156,13 @@ def reference_scores(
 
 def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Float[Tensor, " B"]:
     calibrated = plain.tempered(posterior.temperature).scaled(posterior.covariance_scale)
-    return calibrated.predict(_SCORE_SAMPLES).mutual_information.double()
+    return calibrated.predict(_scoring(posterior)[1]).mutual_information.double()
+
+
+def _scoring(posterior: errbar.Posterior) -> tuple[Task, int]:
+    """The task, and the number of samples of an outlier score."""
+    task = posterior.information.task
+    return task, pushed_draws(task, _SCORE_SAMPLES)
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
