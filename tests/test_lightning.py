@@ -94,6 +94,26 @@ def test_the_posterior_is_that_of_fit_and_calibrate_after_the_training(tmp_path:
     torch.testing.assert_close(callback.posterior.predict(x).pmf, expected.predict(x).pmf, rtol=1e-3, atol=1e-4)
 
 
+def test_without_layers_autofit_chooses_on_the_validation_data(tmp_path: Path) -> None:
+    path = tmp_path / "posterior.safetensors"
+    callback = ErrbarCallback(candidates=[{"last_layers": 1}], path=path)
+    module = train(callback, tmp_path, training_loader(), validation_loader())
+    assert callback.choice is not None
+    assert callback.posterior is callback.choice.posterior
+    assert callback.posterior.model is module
+    assert callback.posterior.information.n_samples == 200
+    table = errbar.info(path).choice
+    assert table is not None
+    assert table.reason == callback.choice.reason
+    expected = errbar.autofit(module, TRAIN, HELD_OUT, candidates=[{"last_layers": 1}])
+    assert callback.choice.baselines[1].nll == pytest.approx(expected.baselines[1].nll, abs=1e-5)
+
+
+def test_without_layers_and_without_held_out_data_the_training_does_not_begin(tmp_path: Path) -> None:
+    with pytest.raises(errbar.ArgumentError, match=r"no held-out data to choose the parameters with.*calibration="):
+        train(ErrbarCallback(), tmp_path, training_loader())
+
+
 def test_a_submodule_other_data_and_no_calibration_can_be_asked_for(tmp_path: Path) -> None:
     callback = ErrbarCallback(network="net", data=HELD_OUT, calibration=False, parameters=["3"], fisher="eta")
     module = train(callback, tmp_path, training_loader(), validation_loader())
@@ -169,8 +189,11 @@ def test_the_posterior_follows_a_network_that_is_put_back_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"last_layer": 2}, "no option 'last_layer'; errbar.fit takes prior, last_layers"),
-        ({}, "Which parameters. Expected exactly one of last_layers= and parameters="),
+        ({"last_layer": 2}, "no option 'last_layer' without last_layers= or parameters=; errbar.autofit takes"),
+        ({"last_layers": 2, "prier": 1}, "no option 'prier'; errbar.fit takes prior, last_layers"),
+        ({"calibration": False}, "Which parameters. Expected exactly one of last_layers= and parameters="),
+        ({"calibrate": "temperature"}, "Which parameters. Expected exactly one of last_layers= and parameters="),
+        ({"fisher": "eta"}, "no option 'fisher' without last_layers= or parameters=; errbar.autofit takes candidates"),
         ({"last_layers": 1, "parameters": "all"}, "Expected exactly one of last_layers= and parameters="),
     ],
 )

@@ -117,6 +117,31 @@ def test_what_is_calibrated_is_what_is_asked_for(names: str | tuple[str, ...]) -
     assert (posterior.covariance_scale != 1.0) == ("covariance_scale" in names)
 
 
+def test_with_enough_held_out_samples_autofit_chooses_what_was_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = errbar.autofit
+
+    def quick_autofit(model: Any, train: Any, held_out: Any, **options: Any) -> errbar.Choice:
+        calls.append(len(held_out))
+        return real(model, train, held_out, candidates=[{"last_layers": 1}], **options)
+
+    monkeypatch.setattr(errbar, "autofit", quick_autofit)
+    x, y = blobs(600)
+    classifier = quick().fit(x, y)
+    assert calls == [120]
+    assert classifier.choice_ is not None
+    assert classifier.posterior_ is classifier.choice_.posterior
+    assert classifier.calibrated_
+    assert classifier.posterior_.information.n_samples == 480
+    given = quick().fit(x[:100], y[:100], calibration=(x[100:300], y[100:300]))
+    assert calls == [120, 200]
+    assert given.choice_ is not None
+    # What is asked for is not chosen.
+    for settings in ({"last_layers": 1}, {"prior": 2.0}, {"objective": "brier"}, {"calibrate": "temperature"}):
+        assert quick(**settings).fit(x, y).choice_ is None
+    assert len(calls) == 2
+
+
 def test_every_class_stays_in_the_training_part() -> None:
     x, y = blobs()
     rare = np.concatenate([y, ["fox"]])
@@ -248,7 +273,9 @@ def test_the_prior_is_that_of_the_weight_decay_or_what_is_asked_for() -> None:
 
 def test_digits_are_learnt_and_errors_have_larger_bars() -> None:
     x, y = load_digits(return_X_y=True)
-    classifier = make_pipeline(StandardScaler(), ErrbarClassifier(epochs=30, samples=200)).fit(x[:1200], y[:1200])
+    classifier = make_pipeline(StandardScaler(), ErrbarClassifier(epochs=30, samples=200, last_layers=2)).fit(
+        x[:1200], y[:1200]
+    )
     right = classifier.predict(x[1200:]) == y[1200:]
     assert right.mean() > 0.88
     pmf = classifier.predict_proba(x[1200:])

@@ -1,8 +1,9 @@
 """`ErrbarCallback`: a posterior at the end of a Lightning training.
 
-    callback = ErrbarCallback(last_layers=2, prior=errbar.Prior(6.0), path="posterior.safetensors")
+    callback = ErrbarCallback(path="posterior.safetensors")
     Trainer(callbacks=[callback]).fit(module, train_loader, validation_loader)
     callback.posterior.predict(x)
+    print(callback.choice)
 
 Works with `lightning` and with `pytorch_lightning`, whichever is installed. All imports are absolute: `lightning` is
 Lightning here too, and this module is `errbar.lightning`.
@@ -32,8 +33,15 @@ else:
     )
 
 
+# What of `autofit` the trainer gives.
+_DATA = ("train", "held_out")
+
+
 class ErrbarCallback(Callback):  # type: ignore[misc]
     """Fits a posterior when the training ends, calibrates it on the validation data, and keeps it in `.posterior`.
+
+    Without `last_layers` and `parameters`, `errbar.autofit` chooses the layers and all else on the validation data; its
+    table is then in `.choice`.
 
     It is about the weights as they are then, at the end: to have it about the best checkpoint, load that and call
     `errbar.fit`. Callbacks that change the weights when the training ends, such as `StochasticWeightAveraging`, have to
@@ -45,9 +53,11 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
             samples or draws them with replacement.
         calibration: held-out data; None for the validation loader, if the trainer validates with one; False for no
             calibration.
-        calibrate: what `errbar.calibrate` fits to them.
+        calibrate: "auto": everything, by `errbar.autofit`, unless `last_layers` or `parameters` is given, and then the
+            temperature and the covariance scale; or what `errbar.calibrate` shall fit.
         path: where to save the posterior, for `errbar.load`; None to not save it.
-        options: `last_layers` or `parameters`, and all else that `errbar.fit` takes.
+        options: `last_layers` or `parameters`, and all else that `errbar.fit` takes; without these two what
+            `errbar.autofit` takes, `seconds` for example.
     """
 
     def __init__(
@@ -56,18 +66,20 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
         network: str | None = None,
         data: Any = None,
         calibration: Any = None,
-        calibrate: str | Sequence[str] = ("temperature", "covariance_scale"),
+        calibrate: str | Sequence[str] = "auto",
         path: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        _require_options(options)
+        self.chooses = calibrate == "auto" and options.get("last_layers") is None and options.get("parameters") is None
+        _require_options(options, chooses=self.chooses, calibration=calibration)
         self.network = network
         self.data = data
         self.calibration = calibration
         self.calibrate = calibrate
         self.path = path
         self.options = options
+        self.choice: errbar.Choice | None = None
         self._posterior: errbar.Posterior | None = None
 
     @property
@@ -87,23 +99,35 @@ class ErrbarCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out before the training which of several loaders is meant."""
         self._data(trainer)
-        self._held_out(trainer)
+        if self._held_out(trainer) is None and self.chooses:
+            raise ArgumentError(
+                "There are no held-out data to choose the parameters with: the trainer has no validation loader. "
+                "Expected calibration=, or one of last_layers= and parameters=."
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, calibrate, save: while the network is still on the device that it was trained on."""
         model = self._model(pl_module)
+        if self.chooses:
+            self.choice = errbar.autofit(model, self._data(trainer), self._held_out(trainer), **self.options)
+            self._posterior = self.choice.posterior
+        else:
+            self._posterior = self._fitted(model, trainer)
+        if self.path is not None and trainer.is_global_zero:
+            (self.choice or self._posterior).save(self.path)
+
+    def _fitted(self, model: nn.Module, trainer: Trainer) -> errbar.Posterior:
         held_out = self._held_out(trainer)
         with warnings.catch_warnings():
             if held_out is not None:
                 # What it says of a posterior that is not calibrated does not matter: this one will be.
                 warnings.simplefilter("ignore", errbar.PosteriorWarning)
             posterior = errbar.fit(model, self._data(trainer), **self.options)
-        if held_out is not None:
-            shared = {name: self.options[name] for name in ("unpack", "group", "progress") if name in self.options}
-            posterior = errbar.calibrate(posterior, held_out, fit=self.calibrate, **shared)
-        self._posterior = posterior
-        if self.path is not None and trainer.is_global_zero:
-            posterior.save(self.path)
+        if held_out is None:
+            return posterior
+        shared = {name: self.options[name] for name in ("unpack", "group", "progress") if name in self.options}
+        names = ("temperature", "covariance_scale") if self.calibrate == "auto" else self.calibrate
+        return errbar.calibrate(posterior, held_out, fit=names, **shared)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The trainer puts the network back on the CPU when it is done; the posterior follows."""
@@ -150,11 +174,20 @@ def _one_loader(loaders: Any, name: str) -> Any:
     )
 
 
-def _require_options(options: dict[str, Any]) -> None:
+def _require_options(options: dict[str, Any], *, chooses: bool, calibration: Any) -> None:
     """Find a misspelt option before the training, not after it."""
-    known = [name for name in inspect.signature(errbar.fit).parameters if name not in ("model", "data")]
+    function = errbar.autofit if chooses else errbar.fit
+    known = [name for name in inspect.signature(function).parameters if name not in ("model", "data", *_DATA)]
     unknown = [name for name in options if name not in known]
+    if unknown and chooses:
+        raise ArgumentError(
+            f"ErrbarCallback has no option {unknown[0]!r} without last_layers= or parameters=; errbar.autofit takes "
+            f"{', '.join(known)}."
+        )
     if unknown:
         raise ArgumentError(f"ErrbarCallback has no option {unknown[0]!r}; errbar.fit takes {', '.join(known)}.")
-    if (options.get("last_layers") is None) == (options.get("parameters") is None):
-        raise ArgumentError("Which parameters? Expected exactly one of last_layers= and parameters=.")
+    count = sum(options.get(name) is not None for name in ("last_layers", "parameters"))
+    if count > 1 or (count == 0 and (not chooses or calibration is False)):
+        raise ArgumentError(
+            "Which parameters? Expected exactly one of last_layers= and parameters=, or neither and held-out data."
+        )

@@ -41,12 +41,14 @@ except ImportError as missing:
 
 # Inputs predicted at a time: the covariances of their logits are in memory together.
 _BLOCK = 1024
+# The layers of a posterior that `autofit` does not choose, and the held-out samples that it needs for its folds.
+_USUAL_LAYERS, _ENOUGH_TO_CHOOSE = 2, 100
 
 Factory = Callable[[int, int], nn.Module]
 
 
 class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A network that is trained, gets a posterior over its last layers, and is calibrated, all in `fit`.
+    """A network that is trained, gets a posterior over some layers, and is calibrated, all in `fit`.
 
     Part of the data is held out of the training for the calibration. Inputs should be scaled, as for any network: put a
     `StandardScaler` before it in a pipeline. Labels may be anything that scikit-learn takes for classes.
@@ -62,15 +64,18 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         batch_size: of Adam.
         validation_fraction: the share of each class that is held out for the calibration; 0 for no calibration, which
             leaves everything to the prior: that of a weak weight decay washes the PMFs out.
-        last_layers: the posterior is over the parameters of this many last layers.
+        last_layers: the posterior is over the parameters of this many last layers; None leaves it to `calibrate`.
         prior: a precision, or `errbar.Prior`; "evidence" for the one that the evidence chooses; None for the one that
             `weight_decay` amounts to (`Prior.from_weight_decay`), and for "evidence" with a module that was trained
             elsewhere.
         fisher: as in `errbar.fit`.
         structure: as in `errbar.fit`.
-        calibrate: what `errbar.calibrate` fits: "covariance_scale" (the paper's method), "temperature", both, or these
-            and "softening". The covariance scale makes up for a prior that is too wide or too narrow, which the
-            temperature cannot; more than one of them need some hundred held-out samples.
+        calibrate: "auto": `errbar.autofit` chooses layers, structure, prior, T, T_c and the softening on the held-out
+            part, where that has 100 samples or more and `last_layers`, `prior`, `fisher`, `structure` and `objective`
+            are as they are by default; otherwise it is "covariance_scale" (the paper's method). That, "temperature",
+            "softening", or several of them, are fitted to the last two layers, or as many as `last_layers` says. The
+            covariance scale makes up for a prior that is too wide or too narrow, which the temperature cannot; more
+            than one of them need some hundred held-out samples.
         objective: what the calibration minimises on the held-out part: "nll", "brier" or "ece".
         samples: Monte Carlo samples of a prediction.
         random_state: of the initial weights, the order of the samples, what is held out, and the Monte Carlo samples. A
@@ -80,6 +85,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes_: the class labels, in the order of the columns of `predict_proba`.
         n_features_in_: the number of features.
         posterior_: the `errbar.Posterior`; its model is the trained network.
+        choice_: the `errbar.Choice` of `autofit`, whose table can be printed; None where it did not choose.
         calibrated_: whether there were data to calibrate with.
     """
 
@@ -93,11 +99,11 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         weight_decay: float = 1e-3,
         batch_size: int = 64,
         validation_fraction: float = 0.2,
-        last_layers: int = 2,
+        last_layers: int | None = None,
         prior: float | str | errbar.Prior | None = None,
         fisher: str = "ggn",
         structure: str | Mapping[str, str] = "dense",
-        calibrate: str | Sequence[str] = "covariance_scale",
+        calibrate: str | Sequence[str] = "auto",
         objective: str = "nll",
         samples: int = 1000,
         random_state: Any = 0,
@@ -141,24 +147,16 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         training = _data_set(inputs[~held_out], codes[~held_out], dtype)
         if not is_trained:
             self._train(network, training, seed)
-        posterior = self._posterior(network, training, is_trained)
-        _require_outputs(posterior.information.n_classes, len(classes))
-
         if calibration is not None:
             rest = self._calibration_data(calibration, dtype)
         else:
             rest = _data_set(inputs[held_out], codes[held_out], dtype)
         self.calibrated_ = len(rest) > 0
-        if self.calibrated_:
-            posterior = errbar.calibrate(
-                posterior,
-                rest,
-                objective=self.objective,
-                fit=self.calibrate,
-                samples=self.samples,
-                seed=seed,
-                group=False,
-            )
+        self.choice_ = errbar.autofit(network, training, rest, seed=seed, group=False) if self._chooses(rest) else None
+        posterior = self._posterior(network, training, is_trained) if self.choice_ is None else self.choice_.posterior
+        _require_outputs(posterior.information.n_classes, len(classes))
+        if self.choice_ is None and self.calibrated_:
+            posterior = self._calibrated(posterior, rest, seed)
         self.posterior_ = posterior
         self._seed = seed
         return self
@@ -260,7 +258,7 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         information = errbar.collect(
             network,
             training,
-            last_layers=self.last_layers,
+            last_layers=_USUAL_LAYERS if self.last_layers is None else self.last_layers,
             fisher=self.fisher,
             structure=self.structure,
             group=False,
@@ -272,6 +270,24 @@ class ErrbarClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return errbar.condition(information, errbar.choose_prior(information))
         assert not isinstance(prior, str)
         return errbar.condition(information, prior if isinstance(prior, errbar.Prior) else errbar.Prior(prior))
+
+    def _chooses(self, held_out: TensorDataset) -> bool:
+        """Whether `autofit` does, by what was left open and by the number of held-out samples."""
+        is_open = self.last_layers is None and self.prior is None and self.objective == "nll"
+        is_usual = self.fisher == "ggn" and self.structure == "dense"
+        is_auto = isinstance(self.calibrate, str) and self.calibrate == "auto"
+        return is_auto and is_open and is_usual and len(held_out) >= _ENOUGH_TO_CHOOSE
+
+    def _calibrated(self, posterior: errbar.Posterior, held_out: TensorDataset, seed: int) -> errbar.Posterior:
+        return errbar.calibrate(
+            posterior,
+            held_out,
+            objective=self.objective,
+            fit="covariance_scale" if self.calibrate == "auto" else self.calibrate,
+            samples=self.samples,
+            seed=seed,
+            group=False,
+        )
 
     def _calibration_data(self, calibration: tuple[ArrayLike, ArrayLike], dtype: torch.dtype) -> TensorDataset:
         try:

@@ -18,7 +18,7 @@ import errbar
 from errbar._operations import autofit as module
 from errbar._operations.choice import Choice, Row, Trial, best_trial
 from errbar._operations.folds import divided, group_numbers, standard_error
-from errbar.errors import ArgumentError, DataError, DamagedFileError, LabelError
+from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 
 ONE = [{"last_layers": 1}]
 
@@ -388,9 +388,7 @@ def test_a_network_in_float64_stays_there_and_float32_agrees(choice: Choice, mod
     assert choice.posterior.predict(HELD_OUT[0][:2]).pmf.dtype == torch.float64
     single = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
     single.load_state_dict(model.state_dict())
-    found = errbar.autofit(
-        single, [(TRAIN[0].float(), TRAIN[1])], [(HELD_OUT[0].float(), HELD_OUT[1])], candidates=ONE
-    )
+    found = errbar.autofit(single, [(TRAIN[0].float(), TRAIN[1])], [(HELD_OUT[0].float(), HELD_OUT[1])], candidates=ONE)
     assert found.posterior.predict(HELD_OUT[0][:2].float()).pmf.dtype == torch.float32
     assert found.baselines[1].nll == pytest.approx(choice.baselines[1].nll, abs=1e-4)
     assert found.rows[0].nll == pytest.approx(choice.rows[0].nll, abs=2e-3)

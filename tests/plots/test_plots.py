@@ -18,6 +18,7 @@ from matplotlib.patches import Ellipse, Rectangle
 from torch import Tensor
 
 from errbar import LogitGaussian, metrics, plots
+from errbar._operations.choice import Choice, Row
 from errbar.errors import ArgumentError, MissingExtraError
 
 
@@ -284,3 +285,67 @@ def test_figures_never_touch_pyplot() -> None:
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- autofit
+
+
+def _row(name: str, difference: float, half: float, **facts: Any) -> Row:
+    usual: dict[str, Any] = {"structure": "dense", "link": "T, T_c", "prior_by": "evidence"}
+    numbers = ("temperature", "covariance_scale", "softening", "prior", "nll", "standard_error", "ece", "brier")
+    rest = dict.fromkeys((*numbers, "seconds", "microseconds", "bytes", "n_parameters"), 0)
+    interval = (difference - half, difference + half)
+    given = usual | rest | {"fisher": "ggn", "exact": True} | facts
+    return Row(parameters=name, difference=difference, interval=interval, **given)
+
+
+def _choice(chosen: int | None) -> Choice:
+    rows = (
+        _row("last layer", -0.02, 0.01),
+        _row("all", -0.01, 0.005, structure="kron", link="T, T_c, c", prior_by="nll"),
+        _row("last two layers", 0.03, 0.1),
+    )
+    baselines = (_row("softmax", 2.0, 0.5, structure="", link=""), _row("T alone", 0.0, 0.0, structure="", link="T"))
+    nothing: Any = None
+    row = None if chosen is None else rows[chosen]
+    return Choice(nothing, rows, baselines, row, "Because.", (), nothing)
+
+
+def test_the_picture_of_a_choice_shows_each_difference_with_its_interval_and_marks_the_chosen_one() -> None:
+    ax = plots.choice(_choice(1))
+    texts = [text.get_text() for text in ax.get_yticklabels()]
+    assert texts[0] == "softmax"
+    assert texts[1] == "last layer, dense; $T$, $T_c$; prior by evidence"
+    assert texts[2] == "all, kron; $T$, $T_c$, $c$; prior by NLL"
+    assert [text.get_fontweight() for text in ax.get_yticklabels()] == ["normal", "normal", "bold", "normal"]
+    points = {int(line.get_ydata()[0]): line for line in ax.lines if line.get_marker() == "o"}
+    assert {place: line.get_xdata()[0] for place, line in points.items()} == {1: -0.02, 2: -0.01, 3: 0.03}
+    assert [same_color(points[place].get_markerfacecolor(), plots.BLUE) for place in (1, 2, 3)] == [False, True, False]
+    # Worse than temperature scaling by more than 3e-4.
+    assert same_color(points[3].get_color(), plots.VERMILION)
+    spans = {int(line.get_ydata()[0]): list(line.get_xdata()) for line in ax.lines if len(line.get_xdata()) == 2}
+    assert spans[1] == pytest.approx([-0.03, -0.01])
+    assert spans[2] == pytest.approx([-0.015, -0.005])
+    # The softmax is far to the right: an arrow at the edge, as at the ends of a wide interval.
+    low, high = ax.get_xlim()
+    arrows = {(int(line.get_ydata()[0]), line.get_marker(), line.get_xdata()[0]) for line in ax.lines}
+    assert {(0, ">", high), (3, ">", high), (3, "<", low)} <= arrows
+    assert low < -0.03 < 0.03 < high < 0.1
+
+
+def test_the_picture_of_a_choice_is_whole() -> None:
+    for chosen in (0, None):
+        ax = plots.choice(_choice(chosen))
+        figure = ax.figure
+        figure.draw_without_rendering()
+        texts = [*ax.get_yticklabels(), *(text for text in ax.get_xticklabels() if text.get_text()), ax.xaxis.label]
+        for text in texts:
+            box = text.get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+            assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+    assert all(text.get_fontweight() == "normal" for text in ax.get_yticklabels())
+
+
+def test_the_picture_of_a_choice_wants_a_choice() -> None:
+    with pytest.raises(ArgumentError, match="choice is a str; expected what errbar"):
+        plots.choice("last layer")  # type: ignore[arg-type]

@@ -39,8 +39,8 @@ class FileDescription:
     """What a file says about itself: `errbar.info` reads it, `errbar.verify` reads and checks everything.
 
     `precision` is the prior's, None for files without one; `batches` counts those in a checkpoint. `output` says where
-    the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one. `choice`
-    is the table of `autofit`, None for a posterior that it did not choose.
+    the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one.
+    `choice` is the table of `autofit`, None for a posterior that it did not choose.
     """
 
     path: str

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # What autofit chooses, and what only it uses, by the names of the arguments below.
-_CHOSEN = "last_layers parameters prior weight_decay fisher draws structure rank precision checkpoint every".split()
+_CHOSEN = ("last_layers", "parameters", "prior", "weight_decay", "fisher", "draws", "structure", "rank", "precision")
 _FOR_AUTO = ("validation", "seconds")
 
 
@@ -126,7 +126,7 @@ def fit(
 
 def _require_together(context: typer.Context, auto: bool) -> None:
     """Refuse options that would be ignored: autofit chooses what they say, or only autofit uses them."""
-    for name in _CHOSEN if auto else _FOR_AUTO:
+    for name in (*_CHOSEN, "checkpoint", "every") if auto else _FOR_AUTO:
         source = context.get_parameter_source(name)
         # By name: typer may bring a click of its own.
         if source is not None and source.name == "COMMANDLINE":

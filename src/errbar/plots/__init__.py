@@ -8,6 +8,7 @@ class, orange the second class, vermilion the error, grey the rest. Where severa
 a `Style`: a colour, a dash and a marker.
 """
 
+from errbar.plots.chosen import choice
 from errbar.plots.curves import BLUE, GREY, INK, ORANGE, SKY, VERMILION, Style, risk_coverage, roc, shift, styles
 from errbar.plots.single import diagram, diagram_grid, figure_one, logit_ellipse, pmf, reliability, reliability_grid
 
@@ -19,6 +20,7 @@ __all__ = [
     "SKY",
     "VERMILION",
     "Style",
+    "choice",
     "diagram",
     "diagram_grid",
     "figure_one",
