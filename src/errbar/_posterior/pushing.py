@@ -23,7 +23,8 @@ from errbar._derivative.route import Route
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
-# Bytes of the derivatives of the widest output of a module. On a CPU, larger ones take longer to allocate than to compute;
+# Bytes of the derivatives of the widest output of a module. On a CPU, larger ones take longer to allocate than to
+# compute;
 # with smaller ones fewer draws share the pass of the network itself.
 _WIDEST_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _LEAST_TOGETHER = 8

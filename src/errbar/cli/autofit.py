@@ -123,9 +123,8 @@ def run(here: Session, request: Request) -> None:
 
 def _prepared(here: Session, request: Request) -> _Prepared:
     from errbar._operations.candidates import listed_candidates
-    from errbar.cli.fit import require_class_names
     from errbar.cli.inputs import TRAINING, class_names
-    from errbar.cli.models import reproducible_model_of
+    from errbar.cli.models import reproducible_model_of, require_class_names
     from errbar.cli.output import require_new
     from errbar.cli.plan import byte_count
 

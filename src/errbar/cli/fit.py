@@ -74,7 +74,7 @@ def fit(
     from errbar._posterior.width import INPUTS, warn_of_width
     from errbar.cli.autofit import Request, run
     from errbar.cli.inputs import TRAINING, DataRequest, class_names, first_inputs
-    from errbar.cli.models import reproducible_model_of
+    from errbar.cli.models import reproducible_model_of, require_class_names
     from errbar.cli.output import require_new
     from errbar.cli.posteriors import prior_of, require_prior, save
     from errbar.cli.session import session
@@ -147,19 +147,3 @@ def _require_together(context: typer.Context, auto: bool) -> None:
                 if auto
                 else f"{option} was given without --auto; expected --auto with it, or errbar autofit."
             )
-
-
-def require_class_names(model: nn.Module, source: Source) -> None:
-    """Refuse names that are not as many as the outputs of the model, before all data are read."""
-    from errbar._base.checks import Checks
-    from errbar._files.task import checked_classes
-    from errbar._model.network import Network
-    from errbar.cli.inputs import first_inputs
-
-    batch = next(iter(first_inputs(source.loader(), 1)), None) if source.classes is not None else None
-    if batch is not None:
-        network = Network(model)
-        checks = Checks(network.device)
-        outputs = network.logits(network.prepare(batch, checks)).shape[1]
-        checks.finish()
-        checked_classes(source.classes, outputs)

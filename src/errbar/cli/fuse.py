@@ -54,7 +54,6 @@ def fuse(
         _require_count(len(posterior), frames)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
         classes = _same_classes(loaded, posterior)
-        notice_if_uncalibrated(here, *loaded)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
         source = data_request.open(NEW, classes, labelled=False)
 
@@ -71,6 +70,7 @@ def fuse(
         objects = source if frames is None else Source(source.where, None, frames)
         columns = PredictionColumns(classes, thresholds, covariance)
         write_predictions(here, output, predictions(), objects, columns)
+        notice_if_uncalibrated(here, *loaded)
 
 
 def _require_count(posteriors: int, frames: int | None) -> None:

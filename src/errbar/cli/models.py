@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +18,9 @@ from torch import Tensor, nn
 from errbar._base.digest import digest_of
 from errbar.cli.user_code import called, named
 from errbar.errors import ArgumentError, FileError, MismatchError
+
+if TYPE_CHECKING:
+    from errbar.cli.inputs import Source
 
 _PICKLED = (".pt", ".pth", ".th", ".bin", ".ckpt")
 # Where training scripts put the state dict beside the epoch and the optimiser.
@@ -49,11 +54,13 @@ def reproducible_model_of(where: str, weights: Path | None, device: torch.device
     if isinstance(value, nn.Module):
         return model_of(where, None, device)
     state = torch.get_rng_state() if torch.initial_seed() != seed else None
-    first = _fingerprint(model_of(where, None, device))
+    model = model_of(where, None, device)
     if state is not None:
         torch.set_rng_state(state)
-    model = model_of(where, None, device)
-    if _fingerprint(model) != first:
+    # What it prints has been read already.
+    with contextlib.redirect_stdout(io.StringIO()):
+        again = model_of(where, None, device)
+    if _fingerprint(model) != _fingerprint(again):
         raise ArgumentError(
             f"The model {where!r} has other weights each time it is made: they are drawn at random, and nothing was "
             "loaded. Give the trained ones with --weights FILE, or let the callable load them."
@@ -155,3 +162,19 @@ def _unwrapped(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict
 def _list_of(names: Sequence[str]) -> str:
     more = "" if len(names) <= 3 else f" and {len(names) - 3} more"
     return ", ".join(names[:3]) + more
+
+
+def require_class_names(model: nn.Module, source: Source) -> None:
+    """Refuse names that are not as many as the outputs of the model, before all data are read."""
+    from errbar._base.checks import Checks
+    from errbar._files.task import checked_classes
+    from errbar._model.network import Network
+    from errbar.cli.inputs import first_inputs
+
+    batch = next(iter(first_inputs(source.loader(), 1)), None) if source.classes is not None else None
+    if batch is not None:
+        network = Network(model)
+        checks = Checks(network.device)
+        outputs = network.logits(network.prepare(batch, checks)).shape[1]
+        checks.finish()
+        checked_classes(source.classes, outputs)

@@ -49,7 +49,6 @@ def predict(
                 require_format(output)
             thresholds = thresholds_of(risk)
             loaded = PosteriorRequest(posterior, model, weights).load(here.device)
-            notice_if_uncalibrated(here, loaded)
             request = DataRequest(data, batch_size, transform, image_size)
             return thresholds, loaded, request.open(NEW, loaded.classes, labelled=False)
 
@@ -68,4 +67,5 @@ def predict(
             lambda rows: written(output, rows, source, loaded.classes), results(), share, here.team, output.parent
         )
         if facts is not None:
+            notice_if_uncalibrated(here, loaded)
             here.answer(facts)
