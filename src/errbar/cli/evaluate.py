@@ -60,7 +60,6 @@ def evaluate(
     with session("evaluate", as_json=as_json, progress=progress, device=device) as here:
         pictures = _required(report, outliers, shape, force)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
-        notice_if_uncalibrated(here, loaded)
         source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
         second = None
         if outliers is not None:
@@ -88,6 +87,7 @@ def evaluate(
             )
             pages.write(page, report)
             scores, inputs = page.variants, page.inputs
+        notice_if_uncalibrated(here, loaded)
         _answer(here, loaded, scores, inputs, bins, report)
 
 

@@ -54,7 +54,6 @@ def fuse(
         _require_count(len(posterior), frames)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
         classes = _same_classes(loaded, posterior)
-        notice_if_uncalibrated(here, *loaded)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
         source = data_request.open(NEW, classes, labelled=False)
 
@@ -66,6 +65,7 @@ def fuse(
                     _require_frames(batch, frames)
                     fused = errbar.fuse_frames(loaded[0].posterior.joint_logits(batch))
                 yield fused.predict(samples, seed)
+            notice_if_uncalibrated(here, *loaded)
 
         # An object of several frames has a number of its own; inputs keep their names.
         objects = source if frames is None else Source(source.where, None, frames)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,9 @@ def reproducible_model_of(where: str, weights: Path | None, device: torch.device
     if isinstance(value, nn.Module):
         return model_of(where, None, device)
     state = torch.get_rng_state() if torch.initial_seed() != seed else None
-    first = _fingerprint(model_of(where, None, device))
+    # What it prints is shown once.
+    with redirect_stdout(io.StringIO()):
+        first = _fingerprint(model_of(where, None, device))
     if state is not None:
         torch.set_rng_state(state)
     model = model_of(where, None, device)

@@ -53,7 +53,7 @@ class PosteriorRequest:
 
 
 def notice_if_uncalibrated(here: Session, *all_loaded: Loaded) -> None:
-    """Say so before predicting: nothing else shows it."""
+    """Say so beside the predictions, once they are made: a mistake before that is told alone."""
     if any(not loaded.posterior.is_calibrated for loaded in all_loaded):
         here.notice(f"{UNCALIBRATED} errbar calibrate fits both to held-out data.")
 

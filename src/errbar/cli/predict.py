@@ -38,12 +38,12 @@ def predict(
         require_format(output)
         thresholds = thresholds_of(risk)
         loaded = PosteriorRequest(posterior, model, weights).load(here.device)
-        notice_if_uncalibrated(here, loaded)
         source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes, labelled=False)
 
         def predictions() -> Generator[errbar.Prediction, None, None]:
             for batch in tracked_batches(source, here):
                 yield loaded.posterior.predict(batch, samples, seed)
+            notice_if_uncalibrated(here, loaded)
 
         columns = PredictionColumns(loaded.classes, thresholds, covariance)
         write_predictions(here, output, predictions(), source, columns)
