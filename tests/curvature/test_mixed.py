@@ -185,7 +185,7 @@ def test_many_classes_are_predicted_by_draws_that_are_pushed_forward() -> None:
     assert few.pmf.shape == (5, CLASSES)
     draws = 4000
     by_logits = posterior.predict(x[:5], samples=draws)
-    by_parameters = posterior._pushed_prediction(x[:5], draws, 0, None)
+    by_parameters = posterior.drawn_logits(x[:5], draws, 0).predict(draws, 0)
     assert float((by_logits.pmf - by_parameters.pmf).abs().max()) <= 6 * 0.5 / draws**0.5
 
 
@@ -422,13 +422,13 @@ def test_auto_keeps_more_modules_exact_the_more_memory_there_is() -> None:
     assert len(set(counts)) > 1
 
 
-def test_a_mixture_is_planned_beside_the_others_and_by_its_name_alone() -> None:
+def test_a_mixture_is_planned_where_it_divides_the_parameters() -> None:
     model, x = wide()
     given = errbar.plan(model, x, structure={"head": "kron", "*": "block"})
-    rows = {o.last_layers: o for o in given.options if o.structure == "head=kron,*=block"}
-    # The head alone is one structure.
-    assert sorted(rows) == [2, 3, 4, 5]
-    assert not any(option.exact for option in rows.values())
+    assert {option.structure for option in given.options} == {"head=kron,*=block"}
+    # The head alone is one structure, and is left out.
+    assert [option.selected for option in given.options] == ["2", "4", "all"]
+    assert not any(option.exact for option in given.options)
     lines = str(given).splitlines()
     assert "mixed for" in lines[-1]
     assert lines[-1].endswith("kron (head) and block (the rest)")

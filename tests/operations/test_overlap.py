@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import errbar
 from data import draw, drawn_labels
+from errbar._base.container import write
+from errbar._files.task import information_record
 from errbar._posterior.seen import MOST_KEYS, Seen
 from networks import perceptron, seeded
 
@@ -111,6 +114,26 @@ def test_files_keep_the_keys(network: nn.Module, tmp_path: Path) -> None:
     errbar.fit(network, [(x, y)], last_layers=1).save(path)
     loaded = errbar.load(path, network)
     assert calibrate_warnings(loaded, x, y) == [SENTENCE]
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"limit": 9, "keys": [5, 3], "counts": [1, 1]},
+        {"limit": 4, "keys": [5], "counts": [1]},
+        {"limit": 9, "keys": [5], "counts": []},
+    ],
+)
+def test_keys_of_a_file_that_do_not_fit_together_are_refused(
+    seen: dict[str, Any], network: nn.Module, tmp_path: Path
+) -> None:
+    information = errbar.collect(network, [problem(network, 20, 1)], last_layers=1)
+    description, tensors = information_record(information, None)
+    write(tmp_path / "file", "information", description | {"seen": seen}, tensors)
+    with pytest.raises(errbar.DamagedFileError, match="holds keys of its samples that do not fit together"):
+        errbar.merge([tmp_path / "file"])
+    write(tmp_path / "old", "information", description | {"seen": None}, tensors)
+    assert errbar.merge([tmp_path / "old"]).seen is None
 
 
 def test_keys_thin_out_large_samples_and_tell_them_apart(network: nn.Module) -> None:

@@ -378,6 +378,17 @@ def test_the_verdict_says_whether_the_linearisation_holds(distance: float, ratio
     assert expected in sentences[3]
 
 
+def test_the_verdict_says_that_a_posterior_is_not_calibrated() -> None:
+    effect = scoring.ScaleEffect(1.2, NEITHER, 0.03)
+    sentence = (
+        "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat, and its error bars far "
+        "too wide. errbar.calibrate fits both to held-out data."
+    )
+    for scales, is_said in (((1.0, 1.0), True), ((1.0, 0.9), False), ((1.1, 1.0), False)):
+        said = verdict.verdict(10, [variant(OVER)], effect, scales, None, None).sentences
+        assert (sentence in said) == is_said
+
+
 def test_numbers_have_real_minus_signs_and_their_unit() -> None:
     assert points(-0.0123) == "\u22121.2 percentage points"
     assert points(0.01) == "1.0 percentage point"

@@ -65,6 +65,7 @@ def fuse(
                     _require_frames(batch, frames)
                     fused = errbar.fuse_frames(loaded[0].posterior.joint_logits(batch))
                 yield fused.predict(samples, seed)
+            notice_if_uncalibrated(here, *loaded)
 
         # An object of several frames has a number of its own; inputs keep their names.
         objects = source if frames is None else Source(source.where, None, frames)
