@@ -427,7 +427,7 @@ def test_a_mixture_is_planned_where_it_divides_the_parameters() -> None:
     given = errbar.plan(model, x, structure={"head": "kron", "*": "block"})
     assert {option.structure for option in given.options} == {"head=kron,*=block"}
     # The head alone is one structure, and is left out.
-    assert [option.selected for option in given.options] == ["2", "4", "all"]
+    assert [option.selected for option in given.options] == ["2", "4", "vectors", "all"]
     assert not any(option.exact for option in given.options)
     lines = str(given).splitlines()
     assert "mixed for" in lines[-1]

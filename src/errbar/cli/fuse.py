@@ -71,7 +71,6 @@ def fuse(
         objects = source if frames is None else Source(source.where, None, frames)
         columns = PredictionColumns(classes, thresholds, covariance)
         write_predictions(here, output, predictions(), objects, columns)
-        notice_if_uncalibrated(here, *loaded)
 
 
 def _require_count(posteriors: int, frames: int | None) -> None:

@@ -33,12 +33,12 @@ def verdict(
     """What a reader in a hurry should know, of a posterior with this calibration."""
     network, final = variants[0], variants[-1]
     sentences = [_of_network(network, inputs), _of_final(network, final), _of_scale(effect, calibration)]
-    if calibration == Calibration():
-        sentences.insert(0, f"{UNCALIBRATED} errbar.calibrate fits both to held-out data.")
     if linearisation is not None:
         sentences.append(_of_linearisation(linearisation))
     if outliers is not None:
         sentences.append(_of_outliers(outliers))
+    if calibration == Calibration():
+        sentences.append(f"{UNCALIBRATED} errbar.calibrate fits both to held-out data.")
     return Verdict(headline(network, final), tuple(sentences))
 
 
