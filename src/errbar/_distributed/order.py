@@ -239,14 +239,13 @@ def used_in_order(
         def step() -> Result | None:
             # Closed within the step: that tells the others that nothing more will be asked for.
             with closing(columns):
-                return use(columns) if team.leads else _exhausted(columns)
+                if team.leads:
+                    return use(columns)
+                for _ in columns:
+                    raise AssertionError("only the first rank is given columns")
+                return None
 
         return team.together(step)
-
-
-def _exhausted(columns: Iterator[Columns]) -> None:
-    for _ in columns:
-        raise AssertionError("only the first rank is given columns")
 
 
 def concatenated(rows: Iterable[Columns]) -> dict[str, Tensor]:
