@@ -241,15 +241,11 @@ def used_in_order(
             with closing(columns):
                 if team.leads:
                     return use(columns)
-                _exhausted(columns)
+                for _ in columns:
+                    raise AssertionError("only the first rank is given columns")
                 return None
 
         return team.together(step)
-
-
-def _exhausted(columns: Iterator[Columns]) -> None:
-    for _ in columns:
-        raise AssertionError("only the first rank is given columns")
 
 
 def concatenated(rows: Iterable[Columns]) -> dict[str, Tensor]:
