@@ -57,6 +57,25 @@ def test_fit_says_what_it_made(workspace: Workspace, tmp_path: Path) -> None:
     assert errbar.info(output).classes == CLASSES
 
 
+def test_a_fit_has_a_structure_for_each_layer(workspace: Workspace, tmp_path: Path) -> None:
+    output = tmp_path / "mixed.safetensors"
+    facts = said(
+        *("fit", "tiny_net:trained", "data.npz", "-o", str(output), "--parameters", "all"),
+        *("--structure", "0=kron,*=block"),
+    )
+    assert facts["structure"] == "0=kron,*=block"
+    lines = run("info", str(output)).out.splitlines()
+    assert "structure         kron (0) and block (the rest)" in lines
+    refused = run(
+        *("fit", "tiny_net:trained", "data.npz", "-o", str(tmp_path / "other.safetensors")),
+        *("--parameters", "all", "--structure", "tail=kron,*=block"),
+    )
+    assert refused.code == 1
+    assert "structure names 'tail', which no selected parameter lies in" in refused.err
+    table = run("plan", "tiny_net:trained", "data.npz", "--structure", "0=kron,*=block").out
+    assert table.splitlines()[-1].endswith("kron (0) and block (the rest)")
+
+
 def test_fit_by_drawn_labels_is_that_of_the_library(workspace: Workspace, tmp_path: Path) -> None:
     output = tmp_path / "p.safetensors"
     command = ["fit", "tiny_net:trained", "data.npz", "--parameters", "vectors", "-o", str(output)]

@@ -12,8 +12,8 @@ from command_line import run, write_workspace
 from errbar.cli import models
 
 UNCALIBRATED = (
-    "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat and its error bars far too "
-    "wide. errbar calibrate fits both to held-out data."
+    "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat, and its error bars far "
+    "too wide. errbar calibrate fits both to held-out data."
 )
 RANDOM = """
 import torch

@@ -53,6 +53,7 @@ def stream(*, stop: int | None = None, count: int = 11, labels: bool = True, see
 def same(first: errbar.Information, second: errbar.Information) -> bool:
     """To the last bit."""
     numbers = (first.n_samples, first.log_likelihood) == (second.n_samples, second.log_likelihood)
+    numbers = numbers and first.seen == second.seen
     return numbers and torch.equal(first.dense(), second.dense())
 
 

@@ -900,7 +900,7 @@ def test_parameters_without_dimensions_where_no_batching_rule_exists() -> None:
 
 def test_a_plan_with_parameters_without_dimensions() -> None:
     options = errbar.plan(seeded(Tempered()), draw(8, 4)).options
-    assert {option.n_parameters for option in options if option.last_layers is None} == {44}
+    assert {option.n_parameters for option in options if option.parameters == "all"} == {44}
 
 
 def test_batch_norm_with_running_statistics() -> None:

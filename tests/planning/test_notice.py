@@ -44,6 +44,7 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = MachineSpeed(product=1e-9, double=1e-9, draw=1e-9)
     monkeypatch.setattr(MachineSpeed, "of", staticmethod(lambda device, dtype: speed))
     monkeypatch.setattr("errbar._curvature.layout._require_separate_samples", lambda *_: 1e-3)
+    monkeypatch.setattr(Layout, "tail_share", lambda layout, selection: float(selection.n_parameters > 15))
 
 
 def normal(*shape: int) -> Tensor:

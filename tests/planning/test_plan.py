@@ -413,6 +413,19 @@ def test_more_of_anything_never_costs_less(structure: str) -> None:
         assert more.input_products >= least.input_products
 
 
+def test_backward_passes_lead_through_what_follows_the_first_selected_layer() -> None:
+    network = Network(perceptron(6, 5, 4, 3))
+    layout = inspect(network, Batch((torch.zeros(8, 6),))).layout
+    # Three linear layers with a nonlinearity between them, of 1, 2, 3, … seconds.
+    assert len(layout.events) == 5
+    ends = (1.0, 3.0, 6.0, 10.0, 15.0)
+    events = tuple(dataclasses.replace(e, seconds=end) for e, end in zip(layout.events, ends, strict=True))
+    layout = dataclasses.replace(layout, events=events, seconds=15.0)
+    assert layout.tail_share(layout.everything()) == pytest.approx(14 / 15)
+    assert layout.tail_share(layout.last(2)) == pytest.approx(9 / 15)
+    assert layout.tail_share(layout.last(1)) == 0
+
+
 def test_a_norm_among_the_layers_takes_jacobians() -> None:
     assert workload((31, 20), (21, 5)).is_factored
     assert not workload((31, 20), (21, 5), rest=40).is_factored

@@ -188,6 +188,7 @@ def test_the_model_is_described(running: Running, known: errbar.Posterior) -> No
     assert (told["input_shape"], told["pictures"]) == ([4], None)
     assert told["posteriors"] == ["tiny", "other"]
     assert told["parameters"] == known.information.n_parameters
+    assert told["calibrated"]
     assert len(told["reference"]) == 101
     assert told["reference"] == sorted(told["reference"])
     assert told["examples"][0] == {"input": X[0].tolist(), "label": "ant"}

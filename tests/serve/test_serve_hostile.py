@@ -151,9 +151,9 @@ def test_fusion_refuses_what_cannot_be_fused(running: Running) -> None:
         ({"mean": [0.0, 1.0, 2.0], "covariance": [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]]}, "classes"),
     ):
         assert sentence in refused(running.ask("/v1/fuse", {"gaussians": [good, gaussian]}), 422)
-    assert "already include T and T_c" in refused(
-        running.ask("/v1/fuse", {"gaussians": [good], "temperature": 2.0}), 422
-    )
+    for name in ("temperature", "covariance_scale", "softening"):
+        answer = running.ask("/v1/fuse", {"gaussians": [good], name: 2.0})
+        assert "already include T, T_c and c" in refused(answer, 422)
 
 
 def test_pictures_where_the_model_takes_none(running: Running) -> None:

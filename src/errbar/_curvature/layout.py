@@ -124,13 +124,18 @@ class Layout:
     def tail_share(self, selection: Selection) -> float:
         """The share of a pass that the tail takes: of its time, or on a GPU, which runs behind, of its work."""
         tail = list(self.tail(selection))
-        if not tail or len(tail) == len(self.events):
+        start = len(self.events) - len(tail)
+        apart = {layer.name for layer in self.layers} | {norm.name for norm in self.norms}
+        if tail and tail[0].module in apart:
+            # The derivative by the outputs of the first layer does not lead through it.
+            start += 1
+        if not tail or start == 0:
             return 1.0
         if self.network.device.type == "cuda":
             widths = {layer.name: layer.width for layer in self.layers}
             work = [event.outputs * (widths.get(event.module, 0) + _TOUCHED_PRODUCTS) for event in self.events]
-            return sum(work[len(self.events) - len(tail) :]) / max(1, sum(work))
-        return 1 - self.events[len(self.events) - len(tail) - 1].seconds / max(self.seconds, 1e-9)
+            return sum(work[start:]) / max(1, sum(work))
+        return max(0.0, 1 - self.events[start - 1].seconds / max(self.seconds, 1e-9))
 
     def workload(
         self,

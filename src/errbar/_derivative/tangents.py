@@ -34,18 +34,18 @@ class Pushed(Tensor):
     tangent: Tensor
     of_parameter: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, primal: Tensor, tangent: Tensor, of_parameter: bool = False) -> Pushed:
-        wrapper: Pushed = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: Pushed = Tensor._make_wrapper_subclass(
             cls, primal.shape, strides=primal.stride(), dtype=primal.dtype, device=primal.device
         )
         wrapper.primal, wrapper.tangent, wrapper.of_parameter = primal, tangent, of_parameter
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         rule = _RULES.get(operation)
@@ -81,7 +81,8 @@ def _summed(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def _folded(tangent: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
     """A linear operation on samples, for all directions together."""
-    return operation(tangent.flatten(0, 1)).unflatten(0, tangent.shape[:2])
+    folded: Tensor = operation(tangent.flatten(0, 1))
+    return folded.reshape(*tangent.shape[:2], *folded.shape[1:])
 
 
 def _result(primal: Tensor, tangent: Tensor | None) -> Tensor:
@@ -164,17 +165,20 @@ def _batch_norm(
 def _slope(name: str, x: Tensor, args: tuple[Any, ...]) -> Tensor:
     """The derivative of an activation at x."""
     ones = torch.ones_like(x)
-    if name == "relu":
-        return aten.threshold_backward(ones, x, 0)
-    if name == "hardtanh":
-        return aten.hardtanh_backward(ones, x, *(args or (-1.0, 1.0)))
+    slope: Tensor
     if name == "tanh":
         return 1 - x.tanh().square()
     if name == "sigmoid":
         return x.sigmoid() * (1 - x.sigmoid())
-    if name == "leaky_relu":
-        return aten.leaky_relu_backward(ones, x, *(args or (0.01,)), False)
-    return getattr(aten, f"{name}_backward")(ones, x)
+    if name == "relu":
+        slope = aten.threshold_backward(ones, x, 0)
+    elif name == "hardtanh":
+        slope = aten.hardtanh_backward(ones, x, *(args or (-1.0, 1.0)))
+    elif name == "leaky_relu":
+        slope = aten.leaky_relu_backward(ones, x, *(args or (0.01,)), False)
+    else:
+        slope = getattr(aten, f"{name}_backward")(ones, x)
+    return slope
 
 
 def _activation(name: str, in_place: bool) -> Callable[..., Tensor]:
@@ -279,11 +283,8 @@ def _view(operation: Any, x: Tensor, shape: Sequence[int]) -> Tensor:
     primal, tangent = _parts(x)
     assert tangent is not None
     seen = operation(primal, shape)
-    if (
-        seen.ndim < 2
-        or len(seen) != len(primal)
-        or (len(primal) == 1 and primal.ndim != seen.ndim and shape[0] not in (1, -1))
-    ):
+    # With as many rows as before, a row is a sample still.
+    if seen.ndim < 2 or len(seen) != len(primal):
         raise NoRuleError("a view across samples")
     return Pushed(seen, tangent.reshape(len(seen), tangent.shape[1], *seen.shape[1:]))
 

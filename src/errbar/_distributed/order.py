@@ -239,7 +239,10 @@ def used_in_order(
         def step() -> Result | None:
             # Closed within the step: that tells the others that nothing more will be asked for.
             with closing(columns):
-                return use(columns) if team.leads else _exhausted(columns)
+                if team.leads:
+                    return use(columns)
+                _exhausted(columns)
+                return None
 
         return team.together(step)
 

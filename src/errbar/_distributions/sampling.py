@@ -69,13 +69,15 @@ class SamplingRoot:
     def rotated(self, normal: Float[Tensor, "d K"]) -> Float[Tensor, "d K"]:
         return (normal if self.rotation is None else self.rotation.to(normal.dtype) @ normal).contiguous()
 
-    def spread(self, rows: slice, draws: Float[Tensor, "d K"]) -> Float[Tensor, "b M K"]:
-        """A z of some rows; a new tensor, which the caller may change."""
+    def spread(self, rows: slice, draws: Float[Tensor, "d K"], scale: float = 1.0) -> Float[Tensor, "b M K"]:
+        """`scale` A z of some rows; a new tensor, which the caller may change."""
         values = self.values[rows]
         if self.kept and not len(draws):
-            return values[:, :, : draws.shape[1]].clone(memory_format=torch.contiguous_format)
+            return values[:, :, : draws.shape[1]] * scale
         if self.kept:
-            draws = draws / math.sqrt(values.shape[2])
+            scale /= math.sqrt(values.shape[2])
+        if scale != 1:
+            draws = draws * scale
         if values.ndim == 3:
             return (values.flatten(0, 1) @ draws).reshape(*values.shape[:2], draws.shape[1])
         independent = values[:, :, None] * draws

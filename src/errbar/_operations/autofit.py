@@ -30,7 +30,7 @@ from errbar._operations.candidates import Candidate, Question, listed_candidates
 from errbar._operations.choice import Choice, Row, Trial, best_trial, paired
 from errbar._operations.choose_prior import choose_prior
 from errbar._operations.folds import Groups, divided, group_numbers, require_folds, standard_error
-from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for, require_room_for
+from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
 from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
 from errbar._operations.overlap import Overlap
 from errbar._operations.search import calibration_near, largest_covariance
@@ -38,7 +38,7 @@ from errbar._posterior.collect import collect, collect_several
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, logits_of_each
 from errbar._posterior.prior import Prior
-from errbar._posterior.pushing import affordable_draws, keeps_draws
+from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
 from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, DataError, StructureNotice
 
 # The priors that the held-out data choose among: decades, because T_c makes up for what lies between.
@@ -405,7 +405,6 @@ class _Search:
                 begin = time.perf_counter()
                 for part, gaussian in zip(parts, self._gaussians(posteriors, batch), strict=True):
                     part.append(gaussian)
-                    require_room_for(part)
                 labels.append(labels_for(parts[0][-1], batch))
                 seconds += time.perf_counter() - begin
                 count += len(batch)
@@ -431,6 +430,8 @@ class _Search:
         task = posteriors[0].information.task
         draws = affordable_draws(task.n_classes, _KEPT_DRAWS)
         if keeps_draws(task, draws):
+            # All of them are held for all inputs.
+            require_room(task, (len(posteriors) - 1) * len(self.groups), len(self.groups), draws)
             return [posterior.uncalibrated().drawn_logits(batch, draws, self.seed) for posterior in posteriors]
         return logits_of_each(posteriors, batch)
 

@@ -59,8 +59,8 @@ def calibrate(
         data: held-out batches with labels, not used for training.
         objective: "nll", "brier" or "ece".
         fit: which of "temperature", "covariance_scale" and "softening" to fit.
-        samples: Monte Carlo draws for the PMF; with M > 100 classes at most 100,000/M, and then 100 at least, which are
-            held in memory where that is quicker: up to 100,000 numbers for each input, or 100 M.
+        samples: Monte Carlo draws for the PMF; with M > 100 classes at most 100,000/M, or 100 where that is more. They
+            are held in memory where that is quicker: up to 100,000 numbers for each input, or 100 M.
         seed: for these draws.
         unpack: as in `collect`; by default that of the fit.
         group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.

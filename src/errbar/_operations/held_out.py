@@ -21,7 +21,6 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration
-from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, Unpack, checked_labels
@@ -78,14 +77,15 @@ class HeldOut:
         size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
-            spread = self.root.spread(rows, normal)
+            scale = math.sqrt(at.covariance_scale) / at.temperature
             if at.softening == 0:
-                spread *= math.sqrt(at.covariance_scale) / at.temperature
-                yield rows, spread, self.mean[rows] / at.temperature
-            else:
-                temperature = at.temperatures(self.variance[rows])
-                spread *= (math.sqrt(at.covariance_scale) / temperature).to(spread)[:, None, None]
-                yield rows, spread, self.mean[rows] / temperature.to(self.mean)[:, None]
+                yield rows, self.root.spread(rows, normal, scale), self.mean[rows] / at.temperature
+                continue
+            # T/T(x) of each input.
+            share = (at.temperature / at.temperatures(self.variance[rows])).to(self.mean)
+            spread = self.root.spread(rows, normal, scale)
+            spread *= share[:, None, None]
+            yield rows, spread, self.mean[rows] / at.temperature * share[:, None]
 
     def _softening_slope(self, at: Calibration) -> Float[Tensor, "N"]:
         """∂ ln T(x)/∂ ln c = ½ c v̄/(1 + c v̄)."""
@@ -208,19 +208,11 @@ def held_out_of(posterior: Posterior, stream: Iterator[Batch], samples: int, see
     gaussians: list[LogitGaussian] = []
     labels: list[Tensor] = []
     for batch in stream:
+        require_room(posterior.information.task, sum(map(len, gaussians)), len(batch), samples)
         gaussian = plain.sampling_logits(batch, samples, seed)
         gaussians.append(gaussian)
-        require_room_for(gaussians)
         labels.append(labels_for(gaussian, batch))
     return held_out_of_gaussians(gaussians, labels) if gaussians else None
-
-
-def require_room_for(gaussians: Sequence[LogitGaussian]) -> None:
-    """Refuse draws of the logits of more inputs than memory holds."""
-    form = gaussians[-1].form
-    if isinstance(form, DrawnCovariance):
-        inputs, (size, classes) = sum(map(len, gaussians)), gaussians[-1].mean.shape
-        require_room(size, inputs, classes, form.draws, gaussians[-1].mean)
 
 
 def labels_for(gaussian: LogitGaussian, batch: Batch) -> Int[Tensor, "B"]:

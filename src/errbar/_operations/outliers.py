@@ -70,8 +70,8 @@ def outlier_scores(
 
     `leave_out` says that the data were part of the fit: the label's own influence on the network is then removed
     before its suspicion is computed, so that a memorised wrong label does not support itself. Set it to False for
-    data that the network was not trained on. With M > 100 classes there are at most 100,000/M `samples`, and then 100
-    at least, and nothing of size M × M is made for an input.
+    data that the network was not trained on. With M > 100 classes there are at most 100,000/M `samples`, or 100
+    where that is more, and nothing of size M × M is made for an input.
     """
     require_posterior(posterior)
     plain, calibration = posterior.uncalibrated(), posterior.calibration

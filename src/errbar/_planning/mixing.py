@@ -7,6 +7,7 @@ take `kron`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from errbar._curvature.layout import Layout
@@ -29,21 +30,29 @@ def mixture_that_fits(work: Workload, layout: Layout, limit: int) -> str | None:
     if any(planned_cost(structure_called(name), work).peak_bytes <= limit for name in ("dense", "block")):
         return None
     modules = [module for module, _ in sorted(work.modules, key=lambda pair: (pair[1], pair[0]))]
+    keys = _keys(work.names)
+
+    def text(count: int) -> str:
+        """`block` for so many modules, the smallest, and `kron` for the others."""
+        wide = [key for module in modules[count:] for key in keys[module]]
+        return require_structure(dict.fromkeys(wide, "kron") | {REST: "block"})
+
     most_products = max(_FEW_PRODUCTS, _SHARE_OF_PASSES * _pass_products(work, layout))
 
     def fits(count: int) -> bool:
-        exact = [name for name in work.names if owner(name) in modules[:count]]
+        few = set(modules[:count])
+        exact = {name for name in work.names if owner(name) in few}
         alone = planned_cost(structure_called("block"), work.of_names(exact))
         if alone.sample_products > most_products or alone.once_products > _MOST_ONCE:
             return False
-        return planned_cost(structure_called(_text(work.names, modules[count:])), work).peak_bytes <= limit
+        return planned_cost(structure_called(text(count)), work).peak_bytes <= limit
 
     # More exact modules never cost less.
     low, high = 0, len(modules) - 1
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return _text(work.names, modules[low:]) if low else None
+    return text(low) if low else None
 
 
 def mixtures_of(structure: str | Mapping[str, str] | None, selections: Sequence[Selection]) -> list[str | None]:
@@ -69,12 +78,15 @@ def _pass_products(work: Workload, layout: Layout) -> float:
     return float(forward * (1 + 2 * (work.scores or work.classes)))
 
 
-def _text(names: Sequence[str], modules: Sequence[str]) -> str:
-    """`kron` for some modules, `block` for the rest."""
-    keys: list[str] = []
-    for module in modules:
-        own = [name for name in names if owner(name) == module]
-        inside = [name for name in names if name.startswith(f"{module}.")]
-        # A module with parameters of its own beside those of other modules inside it has no name for them.
-        keys += [module] if module and own == inside else own
-    return require_structure(dict.fromkeys(keys, "kron") | {REST: "block"})
+def _keys(names: Sequence[str]) -> dict[str, list[str]]:
+    """What a mixture calls the parameters that each module owns: by the module, or by their own names.
+
+    A module with parameters of its own beside those of other modules inside it has no name for its own.
+    """
+    own: dict[str, list[str]] = {}
+    inside: Counter[str] = Counter()
+    for name in names:
+        own.setdefault(owner(name), []).append(name)
+        parts = name.split(".")
+        inside.update(".".join(parts[:count]) for count in range(1, len(parts)))
+    return {module: [module] if inside[module] == len(mine) else mine for module, mine in own.items()}

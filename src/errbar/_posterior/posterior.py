@@ -168,7 +168,8 @@ class Posterior:
         `predict` of the result takes up to K of them as they are. With a softening, T(x) is from the contrast variance
         of these draws. `x` and `unpack` as in `predict`.
         """
-        require_samples(samples), require_seed(seed)
+        require_samples(samples)
+        require_seed(seed)
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
             return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
@@ -366,8 +367,9 @@ class Posterior:
 
         Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
         thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
-        gives, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front of the
-        selected layers may be anything; these and what follows must be linear layers with activations between them.
+        gives by P^g, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front
+        of the selected layers may be anything; these and what follows must be linear layers with activations between
+        them.
         """
         from errbar._export.write import (
             ExportRequest,

@@ -23,9 +23,9 @@ from errbar._derivative.route import Route
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
-# Bytes of the derivatives of the widest output of a module: on a CPU, what is larger goes back to the system when it is
-# freed, and takes longer to allocate than to compute.
-_WIDEST_BYTES = {"cpu": 2**25, "cuda": 2**30}
+# Bytes of the derivatives of the widest output of a module. On a CPU, larger ones take longer to allocate than to compute;
+# with smaller ones fewer draws share the pass of the network itself.
+_WIDEST_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _LEAST_TOGETHER = 8
 # Up to so many classes P^g of an input is small, and all samples are taken.
 FEW_CLASSES = 100
@@ -50,8 +50,8 @@ def affordable_draws(classes: int, samples: int) -> int:
 def keeps_draws(task: Task, samples: int) -> bool:
     """Whether K draws, pushed forward, take the place of P^g: where they take less time.
 
-    P^g takes a backward pass for each class. Not where all that is selected is a layer that returns the logits: there
-    P^g takes no backward pass at all.
+    P^g takes a backward pass for each class; but none at all, and so it stays, where all that is selected is a layer
+    that returns the logits.
     """
     return draws_are_quicker(task.n_classes, samples) and not all(_takes_no_pass(route) for route in task.routes)
 
@@ -69,12 +69,17 @@ def pushed_draws(task: Task, samples: int) -> int:
     return few if keeps_draws(task, few) else samples
 
 
-def require_room(inputs: int, held: int, classes: int, samples: int, like: Tensor) -> None:
-    """Refuse draws of the logits of more inputs than memory holds, beside a copy of those `held` so far."""
+def require_room(task: Task, held: int, inputs: int, samples: int) -> None:
+    """Refuse to draw the logits of more inputs than memory holds, beside a copy of those that are `held` already.
+
+    Nothing is refused where P^g takes the place of draws.
+    """
+    if not keeps_draws(task, samples):
+        return
     require_memory(
-        (held + 2 * inputs) * classes * samples * like.element_size(),
-        like.device,
-        what=f"Holding {samples:,} draws of {classes:,} logits for {held + inputs:,} inputs",
+        (held + 2 * inputs) * task.n_classes * samples * task.network.dtype.itemsize,
+        task.network.device,
+        what=f"Holding {samples:,} draws of {task.n_classes:,} logits for {held + inputs:,} inputs or more",
         instead="Use fewer inputs, or fewer samples.",
     )
 
@@ -124,8 +129,7 @@ def _drawn_at_a_time(task: Task) -> int:
 def _at_a_time(task: Task, samples: int) -> tuple[int, int]:
     """How many inputs, and how many draws, go through the network at a time.
 
-    The network itself runs once for all draws that go together, so these are some at least. Outputs and their
-    derivatives should not be larger than what the heap of a process keeps for later (see `_WIDEST_BYTES`).
+    The network itself runs once for all draws that go together, so these are some at least.
     """
     kind = task.network.device.type
     limit = _WIDEST_BYTES.get(kind, _WIDEST_BYTES["cpu"])

@@ -38,7 +38,10 @@ _MOST_DERIVATIVES, _MOST_COVARIANCES, _MOST_DRAWN = 2**32, 2**24, 2**22
 _DRAWS = (100, 1000)
 
 # Of a posterior whose T and T_c are 1, as `fit` leaves them.
-UNCALIBRATED = "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat and its error bars far too wide."
+UNCALIBRATED = (
+    "This posterior is not calibrated (T = 1 and T_c = 1): its PMFs may be far too flat, "
+    "and its error bars far too wide."
+)
 ADVICE = (
     "Do not use its PMFs and error bars before errbar.calibrate has fitted T and T_c to held-out data, "
     "or let errbar.autofit choose."

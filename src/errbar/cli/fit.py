@@ -83,8 +83,19 @@ def fit(
         _require_together(context, auto)
         data_request = DataRequest(data, batch_size, transform, image_size)
         if auto:
-            files = {"output": output, "force": force, "class_names": class_names_, "factors": factors}
-            run(here, Request(model, weights, data_request, validation, seconds=seconds, seed=seed, **files))
+            asked = Request(
+                model,
+                weights,
+                data_request,
+                validation,
+                output=output,
+                force=force,
+                class_names=class_names_,
+                factors=factors,
+                seconds=seconds,
+                seed=seed,
+            )
+            run(here, asked)
             return
 
         def prepared() -> tuple[nn.Module, Source]:

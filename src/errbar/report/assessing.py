@@ -66,8 +66,8 @@ def assess(
         outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
         bins: number of bins of the expected calibration error.
-        samples: Monte Carlo draws per input; at most 100,000/M, and then 100 at least, where there are so many classes
-            M that the parameters are drawn.
+        samples: Monte Carlo draws per input; where there are so many classes M that the parameters are drawn, at most
+            100,000/M, or 100.
         seed: for the draws and the resampling.
         picture_shape: (channels, height, width) of pictures that are stored in another shape.
         name_of: the name to show for the input with a given number.
