@@ -37,10 +37,10 @@ except ImportError as missing:
     ) from missing
 
 _NEXT = """[bold]What to try next[/]
-  your network      choice = errbar.autofit(model, train_loader, held_out_loader)
+  your network      choice = errbar.autofit(model, training, held_out)
                     print(choice); posterior = choice.posterior
-  by yourself       posterior = errbar.fit(model, train_loader, last_layers=2)
-                    posterior = errbar.calibrate(posterior, held_out_loader)
+  step by step      posterior = errbar.fit(model, training, last_layers=2)
+                    posterior = errbar.calibrate(posterior, held_out)
   with error bars   prediction = posterior.predict(x); prediction.std
   with more data    posterior.update(batches)
   to see and touch  errbar serve, then open http://127.0.0.1:8000 in a browser
@@ -61,7 +61,7 @@ class DemoSettings:
     members: int = 10
     dropout: float = 0.2
     dropout_samples: int = 50
-    priors: tuple[float, ...] = (0.1, 3.0, 100.0)
+    priors: tuple[float, ...] = (3.0, 100.0)
     # What autofit tries here; by default it tries more, which takes longer than a demo should.
     candidates: tuple[Mapping[str, Any], ...] = ({"last_layers": 1}, {"parameters": "vectors"})
     frames: int = 5
@@ -358,16 +358,16 @@ def score_table(title: str, scores: Sequence[Score]) -> Table:
 
 
 def choice_table(choice: errbar.Choice) -> Table:
-    """What autofit tried, in few columns: the baselines and the candidates, the chosen one in bold."""
+    """What autofit tried, in few columns: the baselines and the candidates, the chosen one in green."""
     table = _table("What autofit tried, by cross-validation on the validation digits")
-    for heading in ("parameters", "n", "prior by", "fitted", "NLL ↓", "against T alone", "95 %"):
-        table.add_column(heading, justify="left" if heading in ("parameters", "fitted") else "right", no_wrap=True)
+    for heading in ("parameters", "prior by", "fitted", "NLL ↓", "minus T alone, 95 %"):
+        is_number = heading.startswith(("NLL", "minus"))
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
     for row in (*choice.baselines, *choice.rows):
-        low, high = row.interval
-        own = (f"{row.n_parameters:,}", row.prior_by) if row.structure else ("", "")
-        against = ("", "") if row.link == "T" else (f"{row.difference:+.4f}", f"{low:+.3f} … {high:+.3f}")
-        style = "bold" if row is choice.chosen else ""
-        table.add_row(row.parameters, *own, row.link, f"{row.nll:.4f}", *against, style=style)
+        half = (row.interval[1] - row.interval[0]) / 2
+        against = "" if row.link == "T" else f"{row.difference:+.4f} ± {half:.4f}"
+        style = "bold green" if row is choice.chosen else ""
+        table.add_row(row.parameters, row.prior_by, row.link, f"{row.nll:.4f}", against, style=style)
     return table
 
 
