@@ -10,8 +10,8 @@ import numpy
 import torch
 
 from errbar._base.progress import track
-from errbar._files.choice_table import ChoiceTable
 from errbar._curvature.mixture import described_structure
+from errbar._files.choice_table import ChoiceTable
 from errbar._model.batch import Unpack, batches, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import pushed_draws
