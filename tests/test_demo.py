@@ -28,6 +28,7 @@ TINY = DemoSettings(
     members=2,
     dropout_samples=3,
     priors=(1.0, 10.0),
+    candidates=({"last_layers": 1},),
     frames=2,
     objects=3,
 )
@@ -227,7 +228,8 @@ def test_run_prints_the_same_numbers_every_time(
             assert torch.equal(torch.get_rng_state(), state)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    for words in ("(i) standard", "(vii) ggn", "classifier B", "fused with covariance R", "Pr{f > 0.05}", "try next"):
+    expected = ("(i) standard", "(viii) autofit", "T alone", "classifier B", "fused with covariance R", "Pr{f > 0.05}")
+    for words in (*expected, "try next"):
         assert words in printed[0]
     assert torch.get_num_threads() == threads
     for name in ("reliability.png", "figure-one.png"):
@@ -249,6 +251,7 @@ def test_with_json_the_demo_says_one_object_and_nothing_else(
     assert facts["methods"][0]["method"] == "(i) standard"
     assert facts["figures"] == [str(tmp_path / name) for name in ("reliability.png", "figure-one.png")]
     assert len(facts["risk"]) == 10
+    assert {row["parameters"] for row in facts["autofit"]} == {"last layer"}
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_held_out_part_is_not_trained_on_and_calibrates() -> None:
 
 def test_calibration_data_of_the_user_replace_the_held_out_part() -> None:
     x, y = blobs()
-    classifier = quick().fit(x[:200], y[:200], calibration=(x[200:], y[200:]))
+    classifier = quick(calibrate="covariance_scale").fit(x[:200], y[:200], calibration=(x[200:], y[200:]))
     assert classifier.posterior_.information.n_samples == 200
     held_out = torch.tensor(x[200:]), torch.tensor(np.searchsorted(classifier.classes_, y[200:]))
     bare = classifier.posterior_.with_calibration(temperature=1.0, covariance_scale=1.0)
@@ -295,7 +295,7 @@ def test_digits_are_learnt_and_errors_have_larger_bars() -> None:
         ({"module": lambda f, c: nn.Linear(f, 5)}, errbar.ModelError, "tells 5 classes apart; expected 3"),
         ({"prior": "wide"}, errbar.ArgumentError, "prior is 'wide'; expected a number, errbar.Prior, 'evidence'"),
         ({"prior": -1.0}, errbar.ArgumentError, "expected a positive finite number"),
-        ({"calibrate": "sharpness"}, errbar.ArgumentError, "fit is 'sharpness'; expected 'temperature'"),
+        ({"calibrate": "sharpness"}, errbar.ArgumentError, "fit is 'sharpness'; expected one or more of 'temperature'"),
         ({"objective": "accuracy"}, errbar.ArgumentError, "objective is 'accuracy'"),
         ({"module": lambda f, c: nn.Linear(f, 2)}, errbar.ModelError, "tells 2 classes apart; expected 3"),
         ({"module": lambda f, c: nn.Linear(f + 1, c)}, errbar.DataError, "The model failed on a batch with"),

@@ -1,4 +1,4 @@
-"""The demo: scikit-learn's digits, the paper's six methods and ours, fusion, risk and figures, in a minute.
+"""The demo: scikit-learn's digits, the paper's six methods and ours, fusion, risk and figures, in a minute or so.
 
 Every part is a function from values to small frozen values; `run` calls them in order and prints. All numbers follow
 from `DemoSettings`. What a method leaves open (prior, T, T_c) is fitted on the validation digits and never on the test
@@ -7,7 +7,7 @@ digits; the sizes, epochs and frame disturbances were set by hand, with results 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +37,10 @@ except ImportError as missing:
     ) from missing
 
 _NEXT = """[bold]What to try next[/]
-  your network      posterior = errbar.fit(model, train_loader, last_layers=2)
-  calibrated        posterior = errbar.calibrate(posterior, validation_loader)
+  your network      choice = errbar.autofit(model, training, held_out)
+                    print(choice); posterior = choice.posterior
+  step by step      posterior = errbar.fit(model, training, last_layers=2)
+                    posterior = errbar.calibrate(posterior, held_out)
   with error bars   prediction = posterior.predict(x); prediction.std
   with more data    posterior.update(batches)
   to see and touch  errbar serve, then open http://127.0.0.1:8000 in a browser
@@ -59,7 +61,9 @@ class DemoSettings:
     members: int = 10
     dropout: float = 0.2
     dropout_samples: int = 50
-    priors: tuple[float, ...] = (0.1, 3.0, 100.0)
+    priors: tuple[float, ...] = (3.0, 100.0)
+    # What autofit tries here; by default it tries more, which takes longer than a demo should.
+    candidates: tuple[Mapping[str, Any], ...] = ({"last_layers": 1}, {"parameters": "vectors"})
     frames: int = 5
     objects: int = 100
     threshold: float = 0.05
@@ -97,12 +101,20 @@ class Score:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The methods' scores and PMFs on the test digits; of the last one also the posterior and the logits."""
+    """The methods' scores and PMFs on the test digits; of the last one also the choice and the logits.
+
+    `prior` is that of the one before, (vii).
+    """
 
     scores: tuple[Score, ...]
     pmfs: dict[str, Float[Tensor, "N M"]]
-    posterior: errbar.Posterior
+    choice: errbar.Choice
     gaussian: errbar.LogitGaussian
+    prior: errbar.Prior
+
+    @property
+    def posterior(self) -> errbar.Posterior:
+        return self.choice.posterior
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,7 @@ def choose_posteriors(
 
 
 def compare(digits: Digits, settings: DemoSettings, *, progress: bool = False) -> Comparison:
-    """The paper's methods (i) to (vi), and (vii): the exact Fisher information with both T and T_c."""
+    """The paper's methods (i) to (vi), (vii): the exact Fisher information with both T and T_c, and (viii): autofit."""
     x, y = digits.test
     jobs = [(settings.seed + number, 0.0) for number in range(settings.members)] + [(settings.seed, settings.dropout)]
     *members, with_dropout = [
@@ -202,7 +214,15 @@ def compare(digits: Digits, settings: DemoSettings, *, progress: bool = False) -
     proposed, scaled, both = choose_posteriors(network, digits, settings, progress=progress)
     certain = both.with_calibration(temperature=1.0, covariance_scale=0.0)
     tempered = errbar.calibrate(certain, digits.validation.data(), fit=("temperature",))
-    gaussian = both.logits(x)
+    choice = errbar.autofit(
+        network,
+        digits.train.data(),
+        digits.validation.data(),
+        candidates=settings.candidates,
+        seed=settings.seed,
+        progress=progress,
+    )
+    gaussian = choice.posterior.logits(x)
 
     prior, T, T_c = "λ {0.prior.precision:g}", "T {0.temperature:.2f}", "T_c {0.covariance_scale:.2g}"
     rows: dict[str, tuple[Tensor, str]] = {
@@ -212,10 +232,16 @@ def compare(digits: Digits, settings: DemoSettings, *, progress: bool = False) -
         "(iv) MC dropout": (by_dropout, ""),
         "(v) proposed": (proposed.predict(x).pmf, prior.format(proposed)),
         "(vi) proposed, T_c": (scaled.predict(x).pmf, f"{prior}  {T_c}".format(scaled)),
-        "(vii) ggn, T and T_c": (gaussian.predict().pmf, f"{prior}  {T}  {T_c}".format(both)),
+        "(vii) ggn, T and T_c": (both.predict(x).pmf, f"{prior}  {T}  {T_c}".format(both)),
+        "(viii) autofit": (gaussian.predict().pmf, f"λ {_short(choice)}  {T}  {T_c}".format(choice.posterior)),
     }
     scores = tuple(score(method, pmf, y, note) for method, (pmf, note) in rows.items())
-    return Comparison(scores, {method: pmf for method, (pmf, _) in rows.items()}, both, gaussian)
+    return Comparison(scores, {method: pmf for method, (pmf, _) in rows.items()}, choice, gaussian, both.prior)
+
+
+def _short(choice: errbar.Choice) -> str:
+    """The precision of the prior, which the evidence need not round."""
+    return f"{choice.posterior.prior.precision:.2g}"
 
 
 def fuse_classifiers(
@@ -331,6 +357,20 @@ def score_table(title: str, scores: Sequence[Score]) -> Table:
     return table
 
 
+def choice_table(choice: errbar.Choice) -> Table:
+    """What autofit tried, in few columns: the baselines and the candidates, the chosen one in green."""
+    table = _table("What autofit tried, by cross-validation on the validation digits")
+    for heading in ("parameters", "prior by", "fitted", "NLL ↓", "minus T alone, 95 %"):
+        is_number = heading.startswith(("NLL", "minus"))
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+    for row in (*choice.baselines, *choice.rows):
+        half = (row.interval[1] - row.interval[0]) / 2
+        against = "" if row.link == "T" else f"{row.difference:+.4f} ± {half:.4f}"
+        style = "bold green" if row is choice.chosen else ""
+        table.add_row(row.parameters, row.prior_by, row.link, f"{row.nll:.4f}", against, style=style)
+    return table
+
+
 def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Table:
     """One row per class; classes that can be ruled out are dim."""
     table = _table(title)
@@ -357,16 +397,18 @@ def run(
     console.print(
         f"Handwritten digits of 8 × 8 pixels: {train_size} to train on, {validation_size} to calibrate on, "
         f"{test_size} to test on.\nA network of five layers (64–256–150–100–40–10), {settings.epochs} epochs; "
-        "the covariance is that of the 4450 parameters of its last two layers.\n"
+        "the covariance of (v) to (vii) is that of the 4450 parameters of its last two layers.\n"
     )
     comparison = compare(digits, settings, progress=progress)
     posterior = comparison.posterior
-    console.print(score_table("Seven ways to a PMF, on the test digits", comparison.scores))
+    console.print(score_table("Eight ways to a PMF, on the test digits", comparison.scores))
     console.print(
         "Fitted by NLL on the validation digits: prior precision λ out of "
         f"{', '.join(f'{precision:g}' for precision in settings.priors)}; temperature T; covariance scale T_c.\n"
     )
-    pair = fuse_classifiers(digits, posterior.prior, settings, progress=progress)
+    console.print(choice_table(comparison.choice))
+    console.print(f"{comparison.choice.reason}\n", markup=False)
+    pair = fuse_classifiers(digits, comparison.prior, settings, progress=progress)
     console.print(score_table("Two classifiers, one half of the digits each", pair), "")
     frames = fuse_digit_frames(posterior, digits.test, settings, progress=progress)
     title = f"{settings.frames} noisy frames of each of {min(settings.objects, test_size)} test digits"
@@ -382,6 +424,7 @@ def run(
     console.print("", _NEXT, sep="\n")
     tables: dict[str, Sequence[Any]] = {
         "methods": comparison.scores,
+        "autofit": comparison.choice.rows,
         "classifiers": pair,
         "frames": frames,
         "risk": risks,

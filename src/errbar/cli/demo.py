@@ -17,7 +17,7 @@ def demo(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Train on scikit-learn's digits, compare seven methods, fuse, assess risk, and draw the figures."""
+    """Train on scikit-learn's digits, compare eight methods, fuse, assess risk, and draw the figures."""
     from errbar.cli.session import session
     from errbar.demo import run
 

@@ -86,6 +86,7 @@ def evaluate(
                 name_of=lambda index: str(source.names(index, 1)[0]),
                 outliers_name=outliers or "",
                 subject=f"{posterior.name} on {data}",
+                choice=errbar.info(posterior).choice,
                 provenance=(_command(context, posterior, model, weights, data, outliers),),
                 progress=here.progress,
             )

@@ -11,6 +11,7 @@ import torch
 
 from errbar._base.progress import track
 from errbar._curvature.mixture import described_structure
+from errbar._files.choice_table import ChoiceTable
 from errbar._model.batch import Unpack, batches, count_batches
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import pushed_draws
@@ -53,6 +54,7 @@ def assess(
     outliers_name: str = "the second set",
     subject: str = "",
     provenance: Sequence[Facts] = (),
+    choice: ChoiceTable | None = None,
     unpack: Unpack | None = None,
     progress: bool = False,
 ) -> Report:
@@ -72,6 +74,7 @@ def assess(
         outliers_name: the name to show for the second set.
         subject: what the report is about, shown at the top of the page.
         provenance: further facts, about files and commands, say.
+        choice: the table of `autofit`, if that chose the posterior: `errbar.info(path).choice`.
         unpack: as in `fit`; by default that of the fit.
         progress: show a progress bar.
     """
@@ -120,6 +123,7 @@ def assess(
         linearisation=check,
         missing=tuple(missing),
         provenance=(*provenance, *_facts(posterior, observation, fingerprint, samples, seed)),
+        choice=choice,
     )
 
 

@@ -10,7 +10,7 @@ from errbar.plots import curves
 from errbar.report import charts
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant
-from errbar.report.sections import examples_section, provenance_section, scores_table
+from errbar.report.sections import choice_table, examples_section, provenance_section, scores_table
 from errbar.report.values import Linearisation, Outliers, Report, ScaleCurves
 from errbar.report.wording import prose, table
 
@@ -116,6 +116,7 @@ def _sections(report: Report) -> list[tuple[str, str, Child] | None]:
         ("scores", "Scores", scores_table(report)),
         ("calibration", "Calibration", _calibration(report)),
         ("coverage", "What abstaining would gain", _coverage(report)),
+        None if report.choice is None else ("choice", "What was tried", choice_table(report.choice)),
         ("scales", "Temperature and covariance scale", _scales(report.curves, report)),
         ("classes", "Class by class", _classes(report)),
         ("inputs", "Inputs to look at", examples_section(report)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from errbar._files.choice_table import ChoiceTable
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -211,7 +213,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole report. `subject` says what it is about, `missing` which parts were omitted and why."""
+    """A whole report. `subject` says what it is about, `missing` which parts were omitted and why, `choice` what
+    `autofit` tried where it chose the posterior."""
 
     subject: str
     inputs: int
@@ -230,3 +233,4 @@ class Report:
     linearisation: Linearisation | None
     missing: tuple[str, ...]
     provenance: tuple[Facts, ...]
+    choice: ChoiceTable | None = None
