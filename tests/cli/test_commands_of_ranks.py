@@ -155,7 +155,7 @@ def test_data_of_a_callable_come_in_their_order(files: Workspace, tmp_path: Path
     said(*predict(f"parts:{data}", alone, "--covariance"))
     facts = facts_of(torchrun(3, *ERRBAR, *predict(f"parts:{data}", together, "--covariance", "--json")))
     assert facts["inputs"] == (2 if data == "few" else 120)
-    assert facts["notices"] == []
+    assert all("not calibrated" in notice for notice in facts["notices"])
     assert together.read_bytes() == alone.read_bytes()
 
 

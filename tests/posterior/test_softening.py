@@ -99,7 +99,7 @@ def test_joint_logits(structure: str) -> None:
 def test_draws_pushed_forward_use_the_variance_of_these_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = fitted()
     posterior = softened(posterior)
-    monkeypatch.setattr(posteriors, "pushing_is_cheaper", lambda task, samples: True)
+    monkeypatch.setattr(posteriors, "keeps_draws", lambda task, samples: True)
     samples = posterior.predict(x, 150, seed=3).samples()
 
     task = posterior.information.task
@@ -116,7 +116,7 @@ def test_draws_pushed_forward_agree_with_the_gaussian(monkeypatch: pytest.Monkey
     posterior, x = fitted()
     posterior = softened(posterior)
     exact = posterior.predict(x, 20_000, draws="sobol").pmf
-    monkeypatch.setattr(posteriors, "pushing_is_cheaper", lambda task, samples: True)
+    monkeypatch.setattr(posteriors, "keeps_draws", lambda task, samples: True)
     drawn = posterior.predict(x, 4000)
     # Four standard errors; those of v̄ are no larger than those of the draws themselves.
     assert float((drawn.pmf - exact).abs().max()) < 8 * float(drawn.std.max()) / math.sqrt(4000)

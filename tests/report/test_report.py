@@ -385,7 +385,7 @@ def test_the_verdict_says_that_a_posterior_is_not_calibrated() -> None:
         "too wide. errbar.calibrate fits both to held-out data."
     )
     for scales, is_said in (((1.0, 1.0), True), ((1.0, 0.9), False), ((1.1, 1.0), False)):
-        said = verdict.verdict(10, [variant(OVER)], effect, scales, None, None).sentences
+        said = verdict.verdict(10, [variant(OVER)], effect, errbar.Calibration(*scales), None, None).sentences
         assert (sentence in said) == is_said
 
 
