@@ -33,6 +33,7 @@ from errbar._operations.fusion_variants import (
     Readings,
     Variant,
     Widened,
+    curvature_at,
     draws_for,
     fitted,
     without,
@@ -54,7 +55,7 @@ def calibrate_fusion(
     *,
     folds: int = 5,
     seed: int = 0,
-    samples: int = 200,
+    samples: int = 128,
     unpack: Unpack | None = None,
     progress: bool = False,
 ) -> FusedClassifier:
@@ -252,11 +253,12 @@ def _tried(
     """Fitted to all inputs from several starts, and from there to all folds but one, each in turn."""
     starts = [*variant.starts(), *_carried(variant, known)]
     fit = fitted(variant, readings, normal, starts)
+    curvature = curvature_at(fit, readings, normal)
     losses = torch.empty(len(readings), dtype=torch.float64)
     fits = []
     for part in parts:
         rest = readings.chosen(_complement(part, len(readings)))
-        fits.append(fitted(variant, rest, normal, [fit.theta]))
+        fits.append(fitted(variant, rest, normal, [fit.theta], curvature=curvature))
         losses[part] = fits[-1].losses(readings.chosen(part), normal)
     return _Trial(variant.name, variant.size(), fit, tuple(fits), losses)
 
@@ -282,12 +284,15 @@ def _best_alone(
     losses = torch.empty(len(readings), dtype=torch.float64)
     fits = []
     for part in parts:
-        fits.append(_alone(readings.chosen(_complement(part, len(readings))), normal))
+        fits.append(_alone(readings.chosen(_complement(part, len(readings))), normal, near=fit))
         losses[part] = fits[-1].losses(readings.chosen(part), normal)
     return _Trial(BEST_NETWORK, fit.variant.size(), fit, tuple(fits), losses)
 
 
-def _alone(readings: Readings, normal: Float[Tensor, "d K"], absent: int | None = None) -> Fit:
+def _alone(
+    readings: Readings, normal: Float[Tensor, "d K"], *, absent: int | None = None, near: Fit | None = None
+) -> Fit:
+    """The best network of those that are there; `near` is where the search begins, if it is the same network."""
     count = readings.networks
     tempered = [
         fitted(variant, readings, normal, variant.starts())
@@ -302,7 +307,10 @@ def _alone(readings: Readings, normal: Float[Tensor, "d K"], absent: int | None 
     if typical == 0:
         return best
     variant = Alone(BEST_NETWORK, count, None, network, width=True, variance=typical)
-    wide = fitted(variant, readings, normal, variant.starts())
+    starts = variant.starts()
+    if near is not None and isinstance(near.variant, Alone) and near.variant.network == network and near.variant.width:
+        starts = [near.theta]
+    wide = fitted(variant, readings, normal, starts)
     return wide if wide.value < best.value else best
 
 

@@ -37,6 +37,8 @@ _SCALE_PRIOR, _RATIO_PRIOR, _FREE_PRIOR = 1.0, 2.0, 4.0
 _TEMPERATURE_BOUND, _DISCREPANCY_BOUNDS, _WIDTH_BOUNDS, _RATIO_BOUND = 4.0, (-14.0, 14.0), (-16.0, 8.0), 10.0
 # The discrepancy that stands for infinity where networks have different weights, in units of the largest variance.
 _NEARLY_INFINITE = 1e9
+# The slope at which a search ends: what is left to gain is far below the tolerance of the choice.
+_ENOUGH = 3e-5
 # Below this width, in units of the typical variance, the Gaussian is as good as certain.
 _NO_WIDTH = -15.5
 
@@ -165,6 +167,8 @@ def _monte_carlo(
     """
     values = logits.new_empty(len(logits))
     of_logits, of_spread = torch.empty_like(logits), torch.empty_like(spread)
+    # Sums over thousands of inputs are in float64; the draws need no more digits than they have.
+    logits, spread = logits.to(normal.dtype), spread.to(normal.dtype)
     count = normal.shape[1]
     size = max(1, _BLOCK_ELEMENTS.get(logits.device.type, 2**19) // (logits.shape[1] * count))
     for start in range(0, len(logits), size):
@@ -175,7 +179,7 @@ def _monte_carlo(
         shares = linalg.exp_without_subnormals_(drawn)
         total = shares.sum(1)
         logs = of_label - total.log()
-        values[rows] = torch.logsumexp(logs, 1) - math.log(count)
+        values[rows] = torch.logsumexp(logs, 1).double() - math.log(count)
         weights = torch.softmax(logs, 1)
         # −w_k f⁽ᵏ⁾, and + w_k for the label.
         shares *= (-weights / total)[:, None, :]
@@ -452,9 +456,9 @@ class Fit:
 
 
 def draws_for(readings: Readings, samples: int, seed: int) -> Float[Tensor, "d K"]:
-    """The same for all inputs and all trials, so that the NLL is a smooth function of θ."""
-    size = readings.means.shape[2]
-    return standard_normal(samples, size, seed, readings.means, "sobol").T.contiguous()
+    """The same for all inputs and all trials, so that the NLL is a smooth function of θ; in float32, for speed."""
+    like = readings.means.new_empty(0, dtype=torch.float32)
+    return standard_normal(samples, readings.means.shape[2], seed, like, "sobol").T.contiguous()
 
 
 def fitted(
@@ -464,10 +468,14 @@ def fitted(
     starts: Sequence[Float[Tensor, "k"]],
     *,
     free: Sequence[int] | None = None,
+    curvature: Float[Tensor, "k k"] | None = None,
     tried: int = 2,
 ) -> Fit:
-    """The least of −(1/N) Σ ln f_y + penalty/N from the best of the starts; of θ only the `free` places move."""
-    slopes = _objective(variant, readings, normal)
+    """The least of −(1/N) Σ ln f_y + penalty/N from the best of the starts; of θ only the `free` places move.
+
+    `curvature` is that of the objective, where it is known.
+    """
+    slopes = _objective(variant, readings, normal, curvature)
     lower, upper = variant.bounds()
     starts = [torch.clamp(start, lower, upper) for start in starts]
     if free is not None:
@@ -475,13 +483,32 @@ def fitted(
         lower[fixed], upper[fixed] = starts[0][fixed], starts[0][fixed]
     if len(starts) > tried:
         starts = sorted(starts, key=lambda start: slopes(start)[0])[:tried]
-    value, theta = min((quasi_newton(slopes, start, lower, upper) for start in starts), key=lambda found: found[0])
+    found = (quasi_newton(slopes, start, lower, upper, enough=_ENOUGH) for start in starts)
+    value, theta = min(found, key=lambda pair: pair[0])
     return Fit(variant, theta, value)
 
 
-def _objective(variant: Variant, readings: Readings, normal: Float[Tensor, "d K"]) -> Callable[[Tensor], Slopes]:
+def curvature_at(fit: Fit, readings: Readings, normal: Float[Tensor, "d K"]) -> Float[Tensor, "k k"]:
+    """The second derivatives of the objective, by differences of slopes, made positive: the folds begin with it."""
+    slopes = _objective(fit.variant, readings, normal, None)
+    lower, upper = fit.variant.bounds()
+    step = 0.02
+    columns = []
+    centre = slopes(fit.theta)[1]
+    for place in range(len(lower)):
+        inwards = -step if float(fit.theta[place]) + step > float(upper[place]) else step
+        point = fit.theta.clone()
+        point[place] += inwards
+        columns.append((slopes(point)[1] - centre) / inwards)
+    values, vectors = linalg.eigenvectors(torch.stack(columns), name="The slopes")
+    return (vectors * values.abs().clamp_min(1e-3)) @ vectors.mT
+
+
+def _objective(
+    variant: Variant, readings: Readings, normal: Float[Tensor, "d K"], known: Float[Tensor, "k k"] | None
+) -> Callable[[Tensor], Slopes]:
     # Logarithms of numbers that matter bend the NLL by a few hundredths; BFGS learns the rest.
-    curvature = 0.05 * torch.eye(variant.size(), dtype=torch.float64)
+    curvature = 0.05 * torch.eye(variant.size(), dtype=torch.float64) if known is None else known
 
     def slopes(point: Tensor) -> Slopes:
         with torch.enable_grad():
