@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from errbar._operations.fusion_variants import (
     Readings,
     Variant,
     Widened,
+    above,
     curvature_at,
     draws_for,
     fitted,
@@ -211,6 +212,9 @@ def best_fusion(readings: Readings, folds: int, seed: int, samples: int, *, prog
     candidates: list[_Trial] = []
     known: list[Fit] = []
     for position, variant in enumerate(steps):
+        if isinstance(variant, Widened) and variant.width:
+            # The one before is the same without a width.
+            variant = replace(variant, coolest=above(known[-1]))
         candidates.append(_tried(variant, readings, normal, parts, known))
         known.append(candidates[-1].fit)
         if position == 0:
@@ -306,7 +310,7 @@ def _alone(
     typical = float(readings.values[network].mean())
     if typical == 0:
         return best
-    variant = Alone(BEST_NETWORK, count, None, network, width=True, variance=typical)
+    variant = Alone(BEST_NETWORK, count, None, network, width=True, variance=typical, coolest=above(best))
     starts = variant.starts()
     if near is not None and isinstance(near.variant, Alone) and near.variant.network == network and near.variant.width:
         starts = [near.theta]

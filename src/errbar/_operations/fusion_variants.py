@@ -37,6 +37,9 @@ _SCALE_PRIOR, _RATIO_PRIOR, _FREE_PRIOR = 1.0, 2.0, 4.0
 _TEMPERATURE_BOUND, _DISCREPANCY_BOUNDS, _WIDTH_BOUNDS, _RATIO_BOUND = 4.0, (-14.0, 14.0), (-16.0, 8.0), 10.0
 # The discrepancy that stands for infinity where networks have different weights, in units of the largest variance.
 _NEARLY_INFINITE = 1e9
+# With a width, T stays above this share of what it is without: at small T a PMF merely counts which class wins, and
+# depends on the draws.
+_COOLEST = math.log(0.3)
 # The slope at which a search ends: what is left to gain is far below the tolerance of the choice.
 _ENOUGH = 3e-5
 # Below this width, in units of the typical variance, the Gaussian is as good as certain.
@@ -266,13 +269,14 @@ class Alone(Variant):
     network: int = 0
     width: bool = True
     variance: float = 1.0
+    coolest: float = -_TEMPERATURE_BOUND
 
     def size(self) -> int:
         return 1 + self.width
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         centre = math.log(self.variance)
-        low, high = [-_TEMPERATURE_BOUND, centre + _WIDTH_BOUNDS[0]], [_TEMPERATURE_BOUND, centre + _WIDTH_BOUNDS[1]]
+        low, high = [self.coolest, centre + _WIDTH_BOUNDS[0]], [_TEMPERATURE_BOUND, centre + _WIDTH_BOUNDS[1]]
         return torch.tensor(low[: self.size()], dtype=torch.float64), torch.tensor(
             high[: self.size()], dtype=torch.float64
         )
@@ -302,13 +306,14 @@ class Alone(Variant):
 class Widened(Variant):
     """P_c → a_c P_c + s_c I. θ = (ln T, ω where there is a `width`, κ, ζ where s is each network's own, η where a is).
 
-    `variances` are v̄_c.
+    `variances` are v̄_c, `coolest` is the least ln T.
     """
 
     variances: tuple[float, ...] = ()
     own_discrepancies: bool = False
     own_scales: bool = False
     width: bool = True
+    coolest: float = -_TEMPERATURE_BOUND
 
     def size(self) -> int:
         return 2 + self.width + (self.networks - 1) * (self.own_discrepancies + self.own_scales)
@@ -338,7 +343,7 @@ class Widened(Variant):
     def bounds(self) -> tuple[Tensor, Tensor]:
         centre = self._centre()
         shared = self._centre() - math.log(self.networks)
-        low = [-_TEMPERATURE_BOUND, *([shared + _WIDTH_BOUNDS[0]] if self.width else []), centre + _DISCREPANCY_BOUNDS[0]]
+        low = [self.coolest, *([shared + _WIDTH_BOUNDS[0]] if self.width else []), centre + _DISCREPANCY_BOUNDS[0]]
         high = [_TEMPERATURE_BOUND, *([shared + _WIDTH_BOUNDS[1]] if self.width else []), centre + _DISCREPANCY_BOUNDS[1]]
         rest = [_RATIO_BOUND] * (self.size() - len(low))
         return (
@@ -519,6 +524,11 @@ def _objective(
         return float(penalty.detach()) - float(values.mean()), gradient.detach(), curvature
 
     return slopes
+
+
+def above(tempered: Fit) -> float:
+    """The least ln T of a variant with a width, from the same without."""
+    return float(tempered.theta[0]) + _COOLEST
 
 
 def without(fit: Fit, network: int, readings: Readings, normal: Float[Tensor, "d K"]) -> Fit:
