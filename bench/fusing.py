@@ -1,4 +1,4 @@
-"""Fusion of third-party ResNets on CIFAR-10: pools, `errbar.fuse` and `calibrate_fusion` on three halvings of the test data.
+"""Fusion of third-party ResNets on CIFAR-10: pools, `errbar.fuse` and `calibrate_fusion` on three halvings.
 
 The information of 5,000 training pictures, which counts ten times, is enough on a CPU. The logit Gaussians of all test
 pictures are kept in a file for each network and shift, so that halvings cost seconds; delete it to compute them again.

@@ -73,7 +73,9 @@ def test_the_formula_is_that_of_dense_algebra() -> None:
     E = contrasts()
     gaussians = [member.logits(NEW[0]) for member in pair()]
     for row in range(len(NEW[0])):
-        Q = [a[c] * E.T @ g.covariance[row] @ E + s[c] * torch.eye(CLASSES - 1).double() for c, g in enumerate(gaussians)]
+        Q = [
+            a[c] * E.T @ g.covariance[row] @ E + s[c] * torch.eye(CLASSES - 1).double() for c, g in enumerate(gaussians)
+        ]
         P = torch.linalg.inv(sum(torch.linalg.inv(part) for part in Q))
         mean = P @ sum(torch.linalg.inv(Q[c]) @ E.T @ g.mean[row] for c, g in enumerate(gaussians))
         torch.testing.assert_close(answer.mean[row], E @ mean / T, rtol=1e-10, atol=1e-10)

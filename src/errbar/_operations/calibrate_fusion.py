@@ -66,9 +66,9 @@ def calibrate_fusion(
     fused logits are N(ĝ/T, q P/T²) with P = (Σ_c (a_c P_c + s_c I)⁻¹)⁻¹. All are fitted together by NLL. Between
     s → ∞, the mean of the logits, and s = 0, the paper's fusion, are these variants, from the simple to the rich: the
     mean of logits, the best network alone, weighted means of logits, one s for all, an s for each, an s and an a for
-    each; those with s with q = 0 and with q fitted. Each is cross-validated; the simplest is taken whose NLL out of fold
-    exceeds the least by at most one standard error of the paired difference, and by at most max(3e-4, 1.5/N) for N
-    held-out inputs. `print` of the result shows all of it.
+    each; those with s with q = 0 and with q fitted. Each is cross-validated; the simplest is taken whose NLL out of
+    fold exceeds the least by at most one standard error of the paired difference, and by at most max(3e-4, 1.5/N) for
+    N held-out inputs. `print` of the result shows all of it.
 
     A deep ensemble is `calibrate_fusion([autofit(m, train, held_out).posterior for m in members], held_out)`.
 
@@ -271,18 +271,12 @@ def _carried(variant: Variant, known: Sequence[Fit]) -> list[Float[Tensor, "k"]]
     """Where simpler variants ended, as starts of a richer one."""
     if not isinstance(variant, Widened):
         return []
-    starts = []
-    for fit in known:
-        if isinstance(fit.variant, Widened):
-            starts.append(variant.start_from(fit.variant, fit.theta))
-    pools = [fit for fit in known if isinstance(fit.variant, Pool)]
-    starts += [variant.start_at_pool(fit.variant, fit.theta) for fit in pools if isinstance(fit.variant, Pool)]
-    return starts[-4:]
+    pools = [variant.start_at_pool(fit.variant, fit.theta) for fit in known if isinstance(fit.variant, Pool)]
+    simpler = [variant.start_from(fit.variant, fit.theta) for fit in known if isinstance(fit.variant, Widened)]
+    return [*pools, *simpler[-2:]]
 
 
-def _best_alone(
-    readings: Readings, normal: Float[Tensor, "d K"], parts: Sequence[Int[Tensor, "n"]]
-) -> _Trial:
+def _best_alone(readings: Readings, normal: Float[Tensor, "d K"], parts: Sequence[Int[Tensor, "n"]]) -> _Trial:
     """The network with the least tempered NLL of each fold's complement, then with T and q of its own."""
     fit = _alone(readings, normal)
     losses = torch.empty(len(readings), dtype=torch.float64)
@@ -387,8 +381,8 @@ def _warn_of_pmfs(table: FusionTable) -> None:
     pmfs, chosen = table.row(MEAN_OF_PMFS), table.row(table.chosen)
     if chosen.nll - pmfs.nll > max(TOLERANCE, _TOLERANCE_TIMES_INPUTS / table.inputs):
         warnings.warn(
-            f"The mean of the networks' PMFs has an NLL of {pmfs.nll:.4f} out of fold, and the fusion {chosen.nll:.4f}: "
-            "the networks contradict each other more than a Gaussian over their logits can say. Calibrate each posterior "
+            f"The mean of the networks' PMFs has an NLL of {pmfs.nll:.4f} out of fold, the fusion {chosen.nll:.4f}: "
+            "they contradict each other more than a Gaussian over logits can say. Calibrate each posterior "
             "first, or take the mean of their PMFs.",
             CalibrationWarning,
             stacklevel=3,

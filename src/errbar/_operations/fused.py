@@ -95,7 +95,9 @@ class FusedClassifier:
     def __str__(self) -> str:
         return described(self)
 
-    def logits(self, x: Any = None, *, each: Sequence[Any] | None = None, unpack: Unpack | None = None) -> LogitGaussian:
+    def logits(
+        self, x: Any = None, *, each: Sequence[Any] | None = None, unpack: Unpack | None = None
+    ) -> LogitGaussian:
         """N(ĝ/T, q P/T²) for each input; `x`, `each` and `unpack` as in `predict`.
 
         As with a posterior, the temperature is in it: `logits(x).predict()` is `predict(x)`.

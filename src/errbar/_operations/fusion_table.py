@@ -48,7 +48,9 @@ class FusionTable:
         heads = ("cross-validated", "fitted", "NLL", "against the mean of logits", "")
         cells = [heads]
         for row in self.rows:
-            against = "" if row.fitted == 1 and row.difference == 0 else f"{row.difference:+.4f} ± {row.standard_error:.4f}"
+            against = (
+                "" if row.fitted == 1 and row.difference == 0 else f"{row.difference:+.4f} ± {row.standard_error:.4f}"
+            )
             mark = "chosen" if row.name == self.chosen else ""
             cells.append((row.name, str(row.fitted), f"{row.nll:.4f}", against, mark))
         widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]

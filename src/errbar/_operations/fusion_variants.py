@@ -31,7 +31,7 @@ from errbar._distributions.sampling import standard_normal
 
 # Samples made at a time, which should fit in the cache of a CPU.
 _BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-# Standard deviations of the prior: of ln a_c and of the logarithms of weights, of ln s_c around their mean, and of κ, ω.
+# Standard deviations of the prior: of ln a_c and of the logarithms of weights, of ln s_c around their mean, of κ and ω.
 _SCALE_PRIOR, _RATIO_PRIOR, _FREE_PRIOR = 1.0, 2.0, 4.0
 # Bounds of ln T, and of κ and ω around the logarithm of the typical variance.
 _TEMPERATURE_BOUND, _DISCREPANCY_BOUNDS, _WIDTH_BOUNDS, _RATIO_BOUND = 4.0, (-14.0, 14.0), (-16.0, 8.0), 10.0
@@ -48,7 +48,7 @@ _NO_WIDTH = -15.5
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """ĝ_c, V_c and λ_c (P_c = V_c diag(λ_c) V_cᵀ, on contrasts), and V_cᵀ ĝ_c, of N held-out inputs; and their labels."""
+    """ĝ_c, V_c and λ_c (P_c = V_c diag(λ_c) V_cᵀ, on contrasts), V_cᵀ ĝ_c and the labels of N held-out inputs."""
 
     means: Float[Tensor, "C N d"]
     values: Float[Tensor, "C N d"]
@@ -344,7 +344,11 @@ class Widened(Variant):
         centre = self._centre()
         shared = self._centre() - math.log(self.networks)
         low = [self.coolest, *([shared + _WIDTH_BOUNDS[0]] if self.width else []), centre + _DISCREPANCY_BOUNDS[0]]
-        high = [_TEMPERATURE_BOUND, *([shared + _WIDTH_BOUNDS[1]] if self.width else []), centre + _DISCREPANCY_BOUNDS[1]]
+        high = [
+            _TEMPERATURE_BOUND,
+            *([shared + _WIDTH_BOUNDS[1]] if self.width else []),
+            centre + _DISCREPANCY_BOUNDS[1],
+        ]
         rest = [_RATIO_BOUND] * (self.size() - len(low))
         return (
             torch.tensor([*low, *(-bound for bound in rest)], dtype=torch.float64),

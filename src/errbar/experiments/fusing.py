@@ -50,9 +50,7 @@ def compare(
 ) -> dict[str, Any]:
     """Networks of any kind: `held_out` fits everything, `report` measures."""
     first, second = ([gaussians_of(member, part.x) for member in posteriors] for part in (held_out, report))
-    return compare_gaussians(
-        first, held_out.y.cpu(), {"report": (second, report.y.cpu())}, seed=seed, samples=samples
-    )
+    return compare_gaussians(first, held_out.y.cpu(), {"report": (second, report.y.cpu())}, seed=seed, samples=samples)
 
 
 def compare_gaussians(
@@ -63,7 +61,7 @@ def compare_gaussians(
     seed: int = 0,
     samples: int = 128,
 ) -> dict[str, Any]:
-    """From the logits of each network: for each report and method NLL, and the paired difference to the mean of logits."""
+    """From the logits of each network: NLL of each method, and its paired difference to the mean of logits."""
     readings = Readings.of([[gaussian] for gaussian in held_out], labels)
     with plain_execution(readings.means.device):
         start = time.perf_counter()
