@@ -47,9 +47,11 @@ if _TYPE_CHECKING:
     from errbar._monitor.monitor import Monitor
     from errbar._operations.autofit import autofit
     from errbar._operations.calibrate import calibrate
+    from errbar._operations.calibrate_fusion import calibrate_fusion
     from errbar._operations.choice import Choice, Row
     from errbar._operations.choose_prior import choose_prior
     from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
+    from errbar._operations.fused import FusedClassifier
     from errbar._operations.fusion import fuse, fuse_frames
     from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
     from errbar._planning.plan import Option, Plan, plan
@@ -77,6 +79,7 @@ __all__ = [
     "FileDescription",
     "FileError",
     "ForgetError",
+    "FusedClassifier",
     "Information",
     "JointLogits",
     "LabelError",
@@ -103,6 +106,7 @@ __all__ = [
     "abstention",
     "autofit",
     "calibrate",
+    "calibrate_fusion",
     "choose_prior",
     "collect",
     "condition",
@@ -132,9 +136,11 @@ _NAMES = {
     "_monitor.monitor": ("Monitor",),
     "_operations.autofit": ("autofit",),
     "_operations.calibrate": ("calibrate",),
+    "_operations.calibrate_fusion": ("calibrate_fusion",),
     "_operations.choice": ("Choice", "Row"),
     "_operations.choose_prior": ("choose_prior",),
     "_operations.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
+    "_operations.fused": ("FusedClassifier",),
     "_operations.fusion": ("fuse", "fuse_frames"),
     "_operations.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
     "_planning.plan": ("Option", "Plan", "plan"),

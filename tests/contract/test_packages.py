@@ -47,6 +47,7 @@ DOORS = {
     ("_posterior.information", "_files.save"),
     ("_posterior.posterior", "_files.save"),
     ("_posterior.posterior", "_export.write"),
+    ("_files.load", "_operations.fused"),
 }
 
 # A structure in two files: the second is a form of the first, or its linear algebra.

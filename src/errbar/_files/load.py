@@ -7,11 +7,13 @@ the model is not compared: files know weights and modules, not what happens betw
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import nn
@@ -30,8 +32,13 @@ from errbar._posterior.posterior import Posterior, condition, jitter_limit
 from errbar._posterior.prior import Prior
 from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchError
 
+if TYPE_CHECKING:
+    from errbar._operations.fused import FusedClassifier
+
 Path = str | os.PathLike[str]
-KINDS = ("posterior", "information", "checkpoint")
+KINDS = ("posterior", "information", "checkpoint", "fusion")
+# More networks than anybody fuses, and few enough to refuse a damaged file at once.
+_MOST_NETWORKS = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +78,7 @@ class FileDescription:
     choice: ChoiceTable | None
 
 
+@overload
 def load(
     path: Path,
     model: nn.Module,
@@ -78,8 +86,31 @@ def load(
     classes: Sequence[str] | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
-) -> Posterior:
+) -> Posterior: ...
+
+
+@overload
+def load(
+    path: Path,
+    model: Sequence[nn.Module],
+    *,
+    classes: Sequence[str] | None = None,
+    unpack: Unpack | None = None,
+    output: Output = None,
+) -> FusedClassifier: ...
+
+
+def load(
+    path: Path,
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    classes: Sequence[str] | None = None,
+    unpack: Unpack | None = None,
+    output: Output = None,
+) -> Posterior | FusedClassifier:
     """The posterior that `Posterior.save` wrote, on the device of `model`, which must have the weights of the fit.
+
+    With a list of models, in the order in which they were fused, what `FusedClassifier.save` wrote.
 
     `classes`, where given, must be the names that were saved. With the factors in the file the loaded posterior
     predicts what the saved one did to the last bit; without them they are computed again.
@@ -88,6 +119,8 @@ def load(
     a position or a key is in the file. Without `unpack`, batches are read as if the fit had had none.
     """
     contents = _read(path)
+    if contents.kind == "fusion" or not isinstance(model, nn.Module):
+        return _fusion(contents, model, classes, unpack, output)
     if contents.kind != "posterior":
         raise FileError(
             f"{contents.path} holds {_noun(contents.kind)}, not a posterior. Use errbar.merge([path]) and "
@@ -109,6 +142,7 @@ def merge(paths: Iterable[Path]) -> Information:
     names: tuple[str, ...] | None = None
     for path in paths:
         contents = _read(path)
+        _require_one_network(contents)
         if contents.kind == "checkpoint":
             raise FileError(
                 f"{contents.path} is the checkpoint of a fit that may not be complete. Let errbar.collect finish, and "
@@ -137,12 +171,15 @@ def merge(paths: Iterable[Path]) -> Information:
 
 def info(path: Path) -> FileDescription:
     """What a file says about itself. Only its header is read; `verify` checks the rest."""
-    return _description(_read(path, header_only=True))
+    contents = _read(path, header_only=True)
+    _require_one_network(contents)
+    return _description(contents)
 
 
 def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
     """Read and check all of a file, and with `model` that it belongs to these weights; raises an error otherwise."""
     contents = _read(path)
+    _require_one_network(contents)
     description = _description(contents)
     information, _ = read_information(contents)
     if contents.kind == "posterior":
@@ -190,6 +227,64 @@ def _posterior(
     if factor is None:
         return replace(condition(bound, prior), **vars(calibration))
     return Posterior(bound, prior, factor.to(bound.network.device), **vars(calibration))
+
+
+def _require_one_network(contents: Contents) -> None:
+    if contents.kind == "fusion":
+        raise FileError(
+            f"{contents.path} holds a fused classifier of several networks; expected a file of one. Use "
+            "errbar.load(path, [model, ...]), whose posteriors can be saved one by one."
+        )
+
+
+def _fusion(
+    contents: Contents,
+    models: nn.Module | Sequence[nn.Module],
+    classes: Sequence[str] | None,
+    unpack: Unpack | None,
+    output: Output,
+) -> FusedClassifier:
+    from errbar._operations.fused import FusedClassifier
+
+    if contents.kind != "fusion":
+        raise FileError(
+            f"{contents.path} holds {_noun(contents.kind)} of one network, and model is a {type(models).__name__}; "
+            "expected one model."
+        )
+    fields = contents.description
+    networks = fields.parts("networks")
+    if not 2 <= len(networks) <= _MOST_NETWORKS:
+        raise DamagedFileError(f"{contents.path} holds a fusion of {len(networks)} networks; expected two or more.")
+    if not isinstance(models, (list, tuple)) or len(models) != len(networks):
+        given = f"{len(models)} models" if isinstance(models, (list, tuple)) else f"a {type(models).__name__}"
+        raise MismatchError(
+            f"{contents.path} holds a fused classifier of {len(networks)} networks, and model is {given}; expected a "
+            "list of their models, in the order in which they were fused."
+        )
+    posteriors = []
+    for c, (part, model) in enumerate(zip(networks, models, strict=True)):
+        own = {name.partition(".")[2]: t for name, t in contents.tensors.items() if name.partition(".")[0] == str(c)}
+        member = replace(contents, kind="posterior", description=part.part("posterior"), tensors=own)
+        posteriors.append(_posterior(member, model, classes, unpack, output))
+    if len({posterior.information.n_classes for posterior in posteriors}) > 1:
+        raise DamagedFileError(f"{contents.path} holds a fusion of networks with different classes.")
+    return FusedClassifier(
+        tuple(posteriors),
+        scales=tuple(part.number("scale", above=0) for part in networks),
+        discrepancies=tuple(
+            part.number("discrepancy", least=0) if "discrepancy" in part else math.inf for part in networks
+        ),
+        temperature=_temperature(fields),
+        covariance_scale=_fused_scale(fields, networks),
+    )
+
+
+def _fused_scale(fields: Fields, networks: Sequence[Fields]) -> float:
+    """q, which is zero where all discrepancies are infinite."""
+    q = fields.number("covariance_scale", least=0)
+    if q > 0 and not any("discrepancy" in part for part in networks):
+        raise DamagedFileError(f"{fields.where} says covariance_scale = {q:g} with no finite discrepancy; expected 0.")
+    return q
 
 
 def _factor(contents: Contents, information: Information, prior: Prior) -> Factor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from errbar._base.container import write
-from errbar._curvature.structure import Description
+from errbar._curvature.structure import Description, Tensors
 from errbar._files.choice_table import ChoiceTable
 from errbar._files.task import checked_classes, information_record
 from errbar._posterior.information import Information
@@ -28,6 +29,40 @@ def save_posterior(
     factors: bool,
     choice: ChoiceTable | None = None,
 ) -> None:
+    description, tensors = _posterior_record(posterior, classes, factors=factors)
+    if choice is not None:
+        description["choice"] = choice.described()
+    write(path, "posterior", description, tensors)
+
+
+def save_fusion(
+    posteriors: Sequence[Posterior],
+    scales: Sequence[float],
+    discrepancies: Sequence[float],
+    temperature: float,
+    covariance_scale: float,
+    path: str | os.PathLike[str],
+    classes: Sequence[str] | None,
+    *,
+    factors: bool,
+) -> None:
+    """Several posteriors and the numbers of their fusion in one file; the arrays of each begin with its number."""
+    networks: list[Description] = []
+    tensors: dict[str, Tensor] = {}
+    for c, posterior in enumerate(posteriors):
+        own, arrays = _posterior_record(posterior, classes, factors=factors)
+        # JSON has no infinity.
+        discrepancy = discrepancies[c] if math.isfinite(discrepancies[c]) else None
+        networks.append({"scale": scales[c], "discrepancy": discrepancy, "posterior": own})
+        tensors |= {f"{c}.{name}": tensor for name, tensor in arrays.items()}
+    numbers = {"temperature": temperature, "covariance_scale": covariance_scale}
+    write(path, "fusion", {**numbers, "networks": networks}, tensors)
+
+
+def _posterior_record(
+    posterior: Posterior, classes: Sequence[str] | None, *, factors: bool
+) -> tuple[Description, Tensors]:
+    """What `container.write` takes."""
     information, precision = posterior.information, posterior.prior.precision
     description, tensors = information_record(information, checked_classes(classes, information.n_classes))
     small: Description | None = None
@@ -45,9 +80,7 @@ def save_posterior(
     if posterior.softening > 0:
         # Only then, so that other files are those of before there was a softening.
         description["softening"] = posterior.softening
-    if choice is not None:
-        description["choice"] = choice.described()
-    write(path, "posterior", description, tensors)
+    return description, tensors
 
 
 def _as_json(precision: float | Mapping[str, float]) -> dict[str, Any]:

@@ -420,6 +420,11 @@ def in_order(data: Any) -> Any:
     return data if is_steady else list(_iterable(data))
 
 
+def raw_batches(data: Any) -> Iterator[Any]:
+    """Each batch as the data yield it."""
+    yield from _iterable(data)
+
+
 def with_raw(data: Any, unpack: Unpack | None) -> Iterator[tuple[Any, Batch]]:
     """Each batch as the data yield it, and as it is read."""
     for value in _iterable(data):

@@ -1,0 +1,402 @@
+"""Several classifiers fused as one: the formula against dense algebra, its limits, the choice, files and mistakes."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import errbar
+from data import draw, generator
+from errbar._operations.calibrate_fusion import TOLERANCE, best_fusion, simplest_of_best
+from errbar._operations.fusion_variants import (
+    Numbers,
+    Pool,
+    Readings,
+    Variant,
+    Widened,
+    _objective,
+    draws_for,
+    fitted,
+)
+from networks import perceptron, seeded, trained
+
+CLASSES = 4
+
+
+def inputs(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Four overlapping clouds in five dimensions."""
+    centres = 1.2 * draw(CLASSES, 5, seed=99)
+    y = torch.randint(CLASSES, (count,), generator=generator(seed))
+    return centres[y] + draw(count, 5, seed=seed + 1), y
+
+
+TRAIN, HELD_OUT, NEW = inputs(120, 10), inputs(300, 20), inputs(50, 30)
+
+
+@cache
+def posterior(seed: int, width: int = 7) -> errbar.Posterior:
+    model = trained(seeded(lambda: perceptron(5, width, CLASSES), seed), *TRAIN, steps=60, lr=3e-2)
+    return errbar.fit(model, [TRAIN], last_layers=1, prior=errbar.Prior(3.0))
+
+
+def pair() -> list[errbar.Posterior]:
+    return [posterior(0), posterior(1, 12)]
+
+
+@cache
+def calibrated() -> errbar.FusedClassifier:
+    return errbar.calibrate_fusion(pair(), [HELD_OUT], samples=64)
+
+
+def contrasts() -> Tensor:
+    """Any orthonormal basis of what sums to zero will do."""
+    centring = torch.eye(CLASSES).double() - 1 / CLASSES
+    return torch.linalg.svd(centring)[0][:, : CLASSES - 1]
+
+
+def centred(logits: Tensor) -> Tensor:
+    return logits - logits.mean(1, keepdim=True)
+
+
+# ------------------------------------------------------------------------------------------------------- the formula
+
+
+def test_the_formula_is_that_of_dense_algebra() -> None:
+    a, s, T, q = (2.0, 0.5), (0.3, 1.7), 1.4, 0.6
+    fused = errbar.FusedClassifier(pair(), scales=a, discrepancies=s, temperature=T, covariance_scale=q)
+    answer = fused.logits(NEW[0])
+    E = contrasts()
+    gaussians = [member.logits(NEW[0]) for member in pair()]
+    for row in range(len(NEW[0])):
+        Q = [
+            a[c] * E.T @ g.covariance[row] @ E + s[c] * torch.eye(CLASSES - 1).double() for c, g in enumerate(gaussians)
+        ]
+        P = torch.linalg.inv(sum(torch.linalg.inv(part) for part in Q))
+        mean = P @ sum(torch.linalg.inv(Q[c]) @ E.T @ g.mean[row] for c, g in enumerate(gaussians))
+        torch.testing.assert_close(answer.mean[row], E @ mean / T, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(answer.covariance[row], q / T**2 * E @ P @ E.T, rtol=1e-10, atol=1e-10)
+
+
+def test_without_numbers_it_is_the_fusion_of_the_paper() -> None:
+    fused = errbar.FusedClassifier(pair()).logits(NEW[0])
+    expected = errbar.fuse([member.logits(NEW[0]) for member in pair()])
+    torch.testing.assert_close(fused.mean, expected.mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(fused.covariance, expected.covariance, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("discrepancy", [1e12, math.inf])
+def test_large_and_equal_discrepancies_give_the_mean_of_the_logits(discrepancy: float) -> None:
+    same = (discrepancy, discrepancy)
+    mean = sum(centred(member.logits(NEW[0]).mean) for member in pair()) / 2
+    plain = errbar.FusedClassifier(pair(), discrepancies=same, covariance_scale=0.0)
+    torch.testing.assert_close(plain.logits(NEW[0]).mean, mean, rtol=0, atol=1e-9)
+    tempered = plain.with_calibration(temperature=1.7)
+    torch.testing.assert_close(tempered.predict(NEW[0]).pmf, torch.softmax(mean / 1.7, 1), rtol=0, atol=1e-9)
+
+
+def test_the_logits_hold_the_temperature_as_those_of_a_posterior_do() -> None:
+    fused = errbar.FusedClassifier(pair(), discrepancies=(0.1, 0.2), temperature=2.0, covariance_scale=0.5)
+    torch.testing.assert_close(fused.logits(NEW[0]).predict(500, 3).pmf, fused.predict(NEW[0], 500, 3).pmf)
+
+
+def test_a_common_factor_of_scales_and_discrepancies_is_one_of_q() -> None:
+    first = errbar.FusedClassifier(pair(), scales=(1, 2), discrepancies=(0.1, 0.2), covariance_scale=3)
+    second = errbar.FusedClassifier(pair(), scales=(3, 6), discrepancies=(0.3, 0.6), covariance_scale=1)
+    torch.testing.assert_close(first.logits(NEW[0]).mean, second.logits(NEW[0]).mean, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(first.logits(NEW[0]).covariance, second.logits(NEW[0]).covariance, rtol=1e-9, atol=0)
+
+
+def test_a_network_with_an_infinite_discrepancy_takes_no_part() -> None:
+    alone = errbar.FusedClassifier(pair(), discrepancies=(0.0, math.inf))
+    own = posterior(0).logits(NEW[0]).centered()
+    torch.testing.assert_close(alone.logits(NEW[0]).mean, own.mean)
+    torch.testing.assert_close(alone.logits(NEW[0]).covariance, own.covariance)
+    gaussians = [member.logits(NEW[0]) for member in pair()]
+    assert alone.weights(gaussians)[0].tolist() == [1.0, 0.0]
+
+
+def test_covariances_of_zero_are_taken_where_there_is_a_discrepancy() -> None:
+    certain = [member.with_calibration(covariance_scale=0.0) for member in pair()]
+    fused = errbar.FusedClassifier(certain, discrepancies=(1.0, 3.0)).logits(NEW[0])
+    means = [centred(member.logits(NEW[0]).mean) for member in certain]
+    torch.testing.assert_close(fused.mean, 0.75 * means[0] + 0.25 * means[1], rtol=1e-10, atol=1e-10)
+    with pytest.raises(errbar.SingularCovarianceError, match="give it a discrepancy above zero"):
+        errbar.FusedClassifier(certain).logits(NEW[0])
+
+
+def test_weights_sum_to_one_and_fall_with_the_discrepancy() -> None:
+    gaussians = [member.logits(NEW[0]) for member in pair()]
+    first = errbar.FusedClassifier(pair(), discrepancies=(0.1, 0.1)).weights(gaussians)
+    second = errbar.FusedClassifier(pair(), discrepancies=(1.0, 0.1)).weights(gaussians)
+    torch.testing.assert_close(first.sum(1), torch.ones(len(first)).double())
+    assert bool((second[:, 0] < first[:, 0]).all())
+
+
+def test_an_input_for_each_network_and_streams_of_batches() -> None:
+    fused = errbar.FusedClassifier(pair(), discrepancies=(0.5, 0.5))
+    x = NEW[0]
+    torch.testing.assert_close(fused.predict(each=[x, x]).pmf, fused.predict(x).pmf)
+    assert not torch.allclose(fused.predict(each=[x, x.flip(0)]).pmf, fused.predict(x).pmf)
+    torch.testing.assert_close(fused.predict(iter([x[:20], x[20:]])).pmf, fused.predict(x).pmf)
+
+
+# ------------------------------------------------------------------------------------------------------- the search
+
+
+def readings_of(classes: int = 3, count: int = 400, scales: tuple[float, ...] = (1.0, 1.0)) -> Readings:
+    """Networks whose logits are the truth plus N(0, λ_n I + s_c I), with λ_n known and s_c not."""
+    truth = 2.0 * draw(count, classes, seed=3)
+    labels = torch.multinomial(torch.softmax(truth, 1), 1, generator=generator(4))[:, 0]
+    parts = []
+    for c, scale in enumerate(scales):
+        variance = draw(count, seed=10 + c).exp()
+        noise = draw(count, classes, seed=20 + c) * (variance + scale).sqrt()[:, None]
+        covariance = variance[:, None, None] * torch.eye(classes).double()
+        parts.append([errbar.LogitGaussian(truth + noise, covariance)])
+    return Readings.of(parts, labels)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Pool("w", 2, weighted=True),
+        Widened("s", 2, None, (1.0, 2.0), own_discrepancies=True, own_scales=True, width=True),
+        Widened("s", 2, None, (1.0, 2.0), own_discrepancies=True, own_scales=False, width=False),
+    ],
+)
+def test_slopes_are_those_of_differences(variant: Variant) -> None:
+    readings = readings_of(count=30)
+    normal = draws_for(readings, 32, 0).double()
+    slopes = _objective(variant, readings, normal, None)
+    theta = 0.3 * draw(variant.size(), seed=5)
+    gradient = slopes(theta)[1]
+    for place in range(len(theta)):
+        step = torch.zeros_like(theta)
+        step[place] = 1e-5
+        difference = (slopes(theta + step)[0] - slopes(theta - step)[0]) / 2e-5
+        assert float(gradient[place]) == pytest.approx(difference, abs=1e-7)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_variant_scores_what_its_numbers_predict(own: bool) -> None:
+    """θ and (a, s, T, q) are two ways to say the same: the NLL of the search is that of `FusedClassifier`."""
+    gaussians = [member.unrounded_logits(NEW[0]) for member in pair()]
+    readings = Readings.of([[part] for part in gaussians], NEW[1])
+    variances = tuple(readings.typical_variances().tolist())
+    variant = Widened("s", 2, None, variances, own_discrepancies=own, own_scales=own, width=True)
+    theta = torch.tensor([0.2, -0.5, 0.1, *([0.7, -0.4] if own else [])]).double()
+    numbers = variant.numbers(theta)
+    assert math.prod(numbers.scales) == pytest.approx(1.0)
+    mean, root = variant.fused(theta, readings)
+    assert root is not None
+    fused = errbar.FusedClassifier(pair(), **vars(numbers)).fused(gaussians)
+    E = torch.as_tensor(errbar._base.linalg.contrast_basis(CLASSES, torch.device("cpu")))
+    torch.testing.assert_close(fused.mean, mean @ E.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(fused.covariance, E @ root @ root.mT @ E.T, rtol=1e-9, atol=1e-9)
+
+
+def test_the_weighted_mean_of_logits_is_reached_by_large_discrepancies() -> None:
+    gaussians = [member.unrounded_logits(NEW[0]) for member in pair()]
+    readings = Readings.of([[part] for part in gaussians], NEW[1])
+    pool = Pool("w", 2, weighted=True, largest=float(readings.values.max()))
+    theta = torch.tensor([0.3, 0.8]).double()
+    fused = errbar.FusedClassifier(pair(), **vars(pool.numbers(theta))).fused(gaussians)
+    w = pool.weights(theta)
+    expected = sum(float(w[c]) * centred(part.mean) for c, part in enumerate(gaussians)) / math.exp(0.3)
+    torch.testing.assert_close(fused.mean, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_the_noisier_network_is_found_and_weighed_by_input() -> None:
+    """With s = 0.2 and 4, and covariances that are true, discrepancies beat every fixed weight."""
+    choice = best_fusion(readings_of(count=1500, scales=(0.2, 4.0)), 5, 0, 64)
+    numbers = choice.fit.variant.numbers(choice.fit.theta)
+    assert isinstance(choice.fit.variant, Widened)
+    assert numbers.discrepancies[0] < numbers.discrepancies[1]
+    assert choice.table.weights[0] > choice.table.weights[1]
+    assert choice.table.gains[0] > choice.table.gains[1] > 0
+    chosen = choice.table.row(choice.table.chosen)
+    for baseline in ("mean of logits", "mean of PMFs", "best network alone", "weighted mean of logits"):
+        assert chosen.nll < choice.table.row(baseline).nll - TOLERANCE
+
+
+def test_few_held_out_data_give_the_mean_of_the_logits() -> None:
+    """Two networks that are equally good, and 25 inputs: no number but T can be told."""
+    few = readings_of(count=25, scales=(0.5, 0.5))
+    choice = best_fusion(few, 5, 0, 64)
+    assert choice.table.chosen == "mean of logits"
+    numbers = choice.fit.variant.numbers(choice.fit.theta)
+    T = numbers.temperature
+    assert numbers == Numbers((1.0, 1.0), (math.inf, math.inf), T, 0.0)
+
+
+def test_the_rule_takes_the_simplest_within_a_standard_error_and_the_tolerance() -> None:
+    noise = draw(10_000, seed=7)
+    best = torch.zeros(10_000).double()
+    assert simplest_of_best([best + 2e-4 + 0.1 * noise, best]) == 0  # within 3e-4, and within 0.1/100
+    assert simplest_of_best([best + 2e-4, best]) == 1  # no standard error at all
+    assert simplest_of_best([best + 5e-4 + 0.1 * (noise - noise.mean()), best]) == 1  # beyond 3e-4
+    few = noise[:100] - noise[:100].mean()
+    assert simplest_of_best([5e-3 + 0.1 * few, torch.zeros(100).double()]) == 0  # 1.5/N is more
+
+
+def test_networks_without_covariances_are_fused_by_their_logits() -> None:
+    readings = readings_of(count=100)
+    certain = Readings(
+        readings.means, torch.zeros_like(readings.values), readings.vectors, readings.along, readings.labels
+    )
+    choice = best_fusion(certain, 5, 0, 32)
+    assert {row.name for row in choice.table.rows} == {
+        "mean of PMFs",
+        "mean of logits",
+        "best network alone",
+        "weighted mean of logits",
+    }
+
+
+def test_the_mean_of_logits_is_fitted_to_its_optimum() -> None:
+    readings = readings_of(count=200)
+    normal = draws_for(readings, 8, 0)
+    pool = Pool("mean of logits", 2)
+    fit = fitted(pool, readings, normal, pool.starts())
+    grid = [float(-pool.log_likelihood(torch.tensor([t]).double(), readings, normal)[0].mean()) for t in (
+        float(fit.theta[0]) - 0.02, float(fit.theta[0]), float(fit.theta[0]) + 0.02)]  # fmt: skip
+    assert grid[1] < min(grid[0], grid[2])
+
+
+# ------------------------------------------------------------------------------------------------ calibrate_fusion
+
+
+def test_the_result_is_no_worse_than_what_it_is_compared_with() -> None:
+    fused = calibrated()
+    table = fused.table
+    assert table is not None
+    assert table.inputs == len(HELD_OUT[1])
+    chosen = table.row(table.chosen)
+    limit = max(TOLERANCE, 1.5 / table.inputs)
+    for baseline in ("mean of logits", "best network alone"):
+        assert chosen.nll <= table.row(baseline).nll + limit
+    assert math.prod(fused.scales) == pytest.approx(1.0)
+
+
+def test_the_result_prints_its_numbers_and_the_comparison() -> None:
+    text = str(calibrated())
+    assert text.startswith("2 networks fused, 4 classes: T = ")
+    for word in ("weight", "adds", "mean of PMFs", "mean of logits", "best network alone", "chosen", "Chosen: "):
+        assert word in text
+    assert "chosen" not in str(errbar.FusedClassifier(pair()))
+
+
+def test_the_same_data_and_seed_give_the_same_numbers() -> None:
+    again = errbar.calibrate_fusion(pair(), iter([HELD_OUT]), samples=64)
+    assert (again.scales, again.discrepancies) == (calibrated().scales, calibrated().discrepancies)
+
+
+def test_held_out_batches_may_hold_an_input_for_each_network() -> None:
+    x, y = HELD_OUT
+    parts = [([x[:150], x[:150]], y[:150]), ([x[150:], x[150:]], y[150:])]
+    each = errbar.calibrate_fusion(pair(), parts, samples=64)
+    assert each.temperature == pytest.approx(calibrated().temperature, rel=1e-6)
+
+
+def test_decisions_take_the_predictions() -> None:
+    prediction = calibrated().predict(NEW[0])
+    assert prediction.risk(0.05).shape == (len(NEW[0]), CLASSES)
+    costs = 1 - torch.eye(CLASSES).double()
+    assert len(errbar.decide(prediction, costs).action) == len(NEW[0])
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("factors", [True, False])
+def test_a_saved_fusion_predicts_the_same(tmp_path: Path, factors: bool) -> None:
+    fused = errbar.FusedClassifier(
+        pair(), scales=(2.0, 0.5), discrepancies=(0.3, math.inf), temperature=1.2, covariance_scale=0.7
+    )
+    path = tmp_path / "fused.safetensors"
+    fused.save(path, factors=factors, classes=["a", "b", "c", "d"])
+    models = [member.model for member in pair()]
+    loaded = errbar.load(path, models, classes=["a", "b", "c", "d"])
+    assert (loaded.scales, loaded.discrepancies) == (fused.scales, fused.discrepancies)
+    torch.testing.assert_close(loaded.predict(NEW[0]).pmf, fused.predict(NEW[0]).pmf, rtol=1e-9, atol=1e-12)
+
+
+def test_files_of_fusions_and_models_must_fit_together(tmp_path: Path) -> None:
+    path, other = tmp_path / "fused.safetensors", tmp_path / "one.safetensors"
+    errbar.FusedClassifier(pair()).save(path)
+    posterior(0).save(other)
+    models = [member.model for member in pair()]
+    with pytest.raises(errbar.MismatchError, match="of 2 networks, and model is 1 models"):
+        errbar.load(path, models[:1])
+    with pytest.raises(errbar.MismatchError, match="model is a Sequential; expected a list"):
+        errbar.load(path, models[0])
+    with pytest.raises(errbar.MismatchError, match="weights"):
+        errbar.load(path, models[::-1])
+    with pytest.raises(errbar.FileError, match="of one network, and model is a list"):
+        errbar.load(other, models)
+    for use in (errbar.info, errbar.verify, lambda name: errbar.merge([name])):
+        with pytest.raises(errbar.FileError, match="holds a fused classifier of several networks"):
+            use(path)
+
+
+# -------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_in_the_numbers_are_named() -> None:
+    for numbers, message in (
+        ({"discrepancies": (-1.0, 0.0)}, "expected zero or more"),
+        ({"discrepancies": (1.0,)}, "discrepancies are .*expected 2 numbers"),
+        ({"discrepancies": 1.0}, "discrepancies is 1.0; expected 2 numbers"),
+        ({"scales": (0.0, 1.0)}, "expected a positive finite number"),
+        ({"scales": ("a", 1.0)}, "scales are"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"covariance_scale": -1.0}, "covariance scale"),
+        ({"discrepancies": (math.inf, math.inf)}, "expected covariance_scale=0|Expected covariance_scale=0"),
+    ):
+        with pytest.raises(errbar.ArgumentError, match=message):
+            errbar.FusedClassifier(pair(), **numbers)
+
+
+def test_mistakes_in_the_networks_are_named() -> None:
+    with pytest.raises(errbar.ArgumentError, match="There is one posterior to fuse; expected two or more"):
+        errbar.FusedClassifier([posterior(0)])
+    with pytest.raises(errbar.ArgumentError, match="expected a list of two or more posteriors"):
+        errbar.calibrate_fusion(posterior(0), [HELD_OUT])
+    with pytest.raises(errbar.ArgumentError, match="Expected a Posterior"):
+        errbar.calibrate_fusion([posterior(0), nn.Linear(5, 4)], [HELD_OUT])
+    y = TRAIN[1].clamp_max(2)
+    model = trained(seeded(lambda: perceptron(5, 6, 3), 0), TRAIN[0], y, steps=20, lr=1e-2)
+    three = errbar.fit(model, [(TRAIN[0], y)], last_layers=1)
+    with pytest.raises(errbar.MismatchError, match="Posterior 0 has 4 classes and posterior 1 has 3"):
+        errbar.calibrate_fusion([posterior(0), three], [HELD_OUT])
+
+
+def test_mistakes_in_the_data_are_named() -> None:
+    x, y = HELD_OUT
+    with pytest.raises(errbar.LabelError, match="Labels are missing"):
+        errbar.calibrate_fusion(pair(), [x])
+    with pytest.raises(errbar.DataError, match="held-out data are empty"):
+        errbar.calibrate_fusion(pair(), [])
+    with pytest.raises(errbar.DataError, match="3 inputs for 2 networks"):
+        errbar.calibrate_fusion(pair(), [([x, x, x], y)])
+    with pytest.raises(errbar.MismatchError, match="row i of each"):
+        errbar.calibrate_fusion(pair(), [([x, x[:10]], y)])
+    with pytest.raises(errbar.ArgumentError, match="folds"):
+        errbar.calibrate_fusion(pair(), [HELD_OUT], folds=1)
+    fused = errbar.FusedClassifier(pair())
+    with pytest.raises(errbar.ArgumentError, match="Expected x, an input that all networks see"):
+        fused.predict()
+    with pytest.raises(errbar.ArgumentError, match="each is 1 inputs; expected a list of 2"):
+        fused.predict(each=[x])
+    with pytest.raises(errbar.ArgumentError, match="cannot be exported yet"):
+        fused.export("fused.onnx", example=x)
+
+
+def test_held_out_data_of_the_training_are_warned_of() -> None:
+    with pytest.warns(errbar.CalibrationWarning, match="were in the data of the fit"):
+        errbar.calibrate_fusion(pair(), [TRAIN], samples=16)
