@@ -23,6 +23,7 @@ from errbar.errors import (
     ExportError,
     FileError,
     ForgetError,
+    FusionNotice,
     LabelError,
     MismatchError,
     MissingExtraError,
@@ -52,6 +53,8 @@ if _TYPE_CHECKING:
     from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
     from errbar._operations.fusion import fuse, fuse_frames
     from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
+    from errbar._operations.track import Track, frame_noise
+    from errbar._operations.track_choice import calibrate_track
     from errbar._planning.plan import Option, Plan, plan
     from errbar._posterior.collect import collect
     from errbar._posterior.information import Information
@@ -77,6 +80,7 @@ __all__ = [
     "FileDescription",
     "FileError",
     "ForgetError",
+    "FusionNotice",
     "Information",
     "JointLogits",
     "LabelError",
@@ -98,17 +102,20 @@ __all__ = [
     "SingularCovarianceError",
     "SizeError",
     "StructureNotice",
+    "Track",
     "WeightsChangedError",
     "__version__",
     "abstention",
     "autofit",
     "calibrate",
+    "calibrate_track",
     "choose_prior",
     "collect",
     "condition",
     "conformal",
     "decide",
     "fit",
+    "frame_noise",
     "fuse",
     "fuse_frames",
     "info",
@@ -137,6 +144,8 @@ _NAMES = {
     "_operations.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
     "_operations.fusion": ("fuse", "fuse_frames"),
     "_operations.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
+    "_operations.track": ("Track", "frame_noise"),
+    "_operations.track_choice": ("calibrate_track",),
     "_planning.plan": ("Option", "Plan", "plan"),
     "_posterior.collect": ("collect",),
     "_posterior.information": ("Information",),
