@@ -33,7 +33,7 @@ from errbar._base.progress import track as shown
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._model.batch import input_batch
 from errbar._operations.fusion import fuse, fuse_frames
-from errbar._operations.track import Track, frame_noise
+from errbar._operations.track import Track, scatter_within
 from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, DataError, FusionNotice
 
@@ -45,7 +45,7 @@ FLOOR = 1e-12
 _GROUP = 64
 _BATCH = 256
 # Methods whose logits are an average over the frames, so that their evidence does not grow by itself.
-AVERAGES = ("independent", "covariance intersection", "joint with frame noise", "mean of PMFs")
+AVERAGES = ("independent", "covariance intersection", "joint with frame noise", "mean of PMFs", "mean of logits")
 
 
 def as_given(x: Tensor) -> Tensor:
@@ -71,7 +71,8 @@ def study(
     """Scores after the first 1 … F frames of each sequence, and what deciding early costs, for each method.
 
     Methods: those of `gaussians`; "track", `errbar.Track` as it is, and "chosen track", the one that `calibrate_track`
-    made, where it is given; of the frames' own PMFs "mean of PMFs" and "product of PMFs" (normalised); and with
+    made, where it is given; of the frames' own PMFs "mean of PMFs" and "product of PMFs" (normalised); of their means "mean of
+    logits"; and with
     a correlation ρ, for those that average, "scaled" ones: f^κ_C, normalised. Decisions are taken where max_m f_m
     exceeds a threshold, and, for methods that have samples, where Pr{f_m > ½} of the likeliest class exceeds
     `risk_level`.
@@ -88,11 +89,14 @@ def study(
         )
     pmfs: dict[str, list[list[Tensor]]] = {}
     risks: dict[str, list[list[Tensor]]] = {}
+    means: list[list[Tensor]] = [[] for _ in range(length)]
     groups = range(0, count, _GROUP)
     tracks = {"track": Track(posterior)} | ({} if chosen is None else {"chosen track": chosen})
     for start in shown(groups, "Fusing frames", enabled=progress):
         group = [prepare(sequence) for sequence in frames[start : start + _GROUP]]
         fused = gaussians([joint_logits(posterior, sequence) for sequence in group], noise)
+        for number, gaussian in enumerate(fused["latest"]):
+            means[number].append(gaussian.mean)
         for method, prefixes in (fused | tracked(tracks, group)).items():
             for number, gaussian in enumerate(prefixes):
                 prediction = gaussian.predict(samples, seed)
@@ -101,6 +105,9 @@ def study(
                 risks.setdefault(method, [[] for _ in range(length)])[number].append(certain)
     by_method = {method: torch.stack([torch.cat(parts) for parts in rows]) for method, rows in pmfs.items()}
     by_method |= _from_pmfs(by_method["latest"])
+    each = torch.stack([torch.cat(parts) for parts in means])
+    numbers = torch.arange(1, length + 1, dtype=each.dtype, device=each.device)
+    by_method["mean of logits"] = (each.cumsum(0) / numbers[:, None, None]).softmax(2).to(by_method["latest"])
     if correlation is not None:
         by_method |= {f"scaled {name}": scaled(by_method[name], correlation) for name in AVERAGES if name in by_method}
     truth = labels.cpu()
@@ -166,9 +173,7 @@ def gaussians(
     return result
 
 
-def _fused_prefixes(
-    joints: Sequence[JointLogits], noise: Float[Tensor, "M M"] | None = None
-) -> list[LogitGaussian]:
+def _fused_prefixes(joints: Sequence[JointLogits], noise: Float[Tensor, "M M"] | None = None) -> list[LogitGaussian]:
     with warnings.catch_warnings():
         # The comparison is what shows it.
         warnings.simplefilter("ignore", FusionNotice)
@@ -207,8 +212,9 @@ def frame_correlation(
     Analysis of variance of the centred logits: Σ_e within objects, and the scatter of the objects' means within their
     classes is Σ_b + Σ_e/F. Held-out sequences; T does not matter.
     """
-    noise = float(frame_noise(posterior, (prepare(sequence) for sequence in frames)).trace())
-    means = _centred_logits(posterior, frames, prepare).mean(1)
+    logits = _centred_logits(posterior, frames, prepare)
+    noise = float(scatter_within(logits).trace())
+    means = logits.mean(1)
     classes, group = labels.to(means.device).unique(return_inverse=True)
     freedom = len(means) - len(classes)
     if len(labels) != len(frames) or freedom < 1:
