@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import errbar
-from data import draw, generator, shuffled_digits
+from data import draw, shuffled_digits
 from errbar import metrics
 from errbar.experiments.views import views
 from networks import perceptron, seeded, trained

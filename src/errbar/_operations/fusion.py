@@ -144,8 +144,8 @@ def _tell_of_extrapolation(weights: Float[Tensor, "d s"]) -> None:
     if amplified > _EXTRAPOLATING:
         warnings.warn(
             "R, the covariance between the frames, is nearly singular: it attributes every difference between frames "
-            "to errors of the parameters, and the estimate extrapolates from them. Expect it to be worse than one frame "
-            "where pictures differ by themselves. Use errbar.Track, or give noise=errbar.frame_noise(posterior, "
+            "to errors of the parameters, and the estimate extrapolates from them. Expect it to be worse than one "
+            "frame where pictures differ by themselves. Use errbar.Track, or give noise=errbar.frame_noise(posterior, "
             "sequences).",
             FusionNotice,
             stacklevel=3,

@@ -71,11 +71,10 @@ def study(
     """Scores after the first 1 … F frames of each sequence, and what deciding early costs, for each method.
 
     Methods: those of `gaussians`; "track", `errbar.Track` as it is, and "chosen track", the one that `calibrate_track`
-    made, where it is given; of the frames' own PMFs "mean of PMFs" and "product of PMFs" (normalised); of their means "mean of
-    logits"; and with
-    a correlation ρ, for those that average, "scaled" ones: f^κ_C, normalised. Decisions are taken where max_m f_m
-    exceeds a threshold, and, for methods that have samples, where Pr{f_m > ½} of the likeliest class exceeds
-    `risk_level`.
+    made, where it is given; of the frames' own PMFs "mean of PMFs" and "product of PMFs" (normalised); "mean of
+    logits", the softmax of the mean of ĝ/T; and with a correlation ρ, for those that average, "scaled" ones: f^κ_C,
+    normalised. Decisions are taken where max_m f_m exceeds a threshold, and, for methods that have samples, where
+    Pr{f_m > ½} of the likeliest class exceeds `risk_level`.
     """
     count, length = frames.shape[:2]
     if correlation is not None and not 0 <= correlation <= 1:
