@@ -79,6 +79,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/networks.py
 	$(BENCH)/bin/python bench/export.py
 	$(BENCH)/bin/python bench/serve.py
+	$(BENCH)/bin/python -W ignore bench/track.py
 	$(BENCH)/bin/python bench/lowrank.py $(if $(DATA),--data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/drift.py --data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/ridge.py --data $(DATA))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import demo
 from errbar.cli import main
-from errbar.demo import DemoSettings, Digits, Samples, Score
+from errbar.demo import DemoSettings, Digits, Samples, Score, train_network
 from errbar.errors import ArgumentError, DataError, MissingExtraError
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
 from errbar.experiments.evaluation import contrasting
@@ -168,10 +170,24 @@ def test_frames_are_scored_by_all_four_ways_of_fusion(posterior: errbar.Posterio
     rows = demo.fuse_digit_frames(posterior, digits.test, TINY)
     assert [row.method.split()[0] for row in rows] == ["one", "mean", "fused", "fused"]
     frames = demo.make_frames(digits.test.x[:3], 2, TINY.seed)
-    pmf = torch.cat([errbar.fuse_frames(posterior.joint_logits(group)).predict().pmf for group in frames])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errbar.FusionNotice)
+        pmf = torch.cat([errbar.fuse_frames(posterior.joint_logits(group)).predict().pmf for group in frames])
     assert rows[3].log_likelihood == errbar.metrics.log_likelihood(pmf, digits.test.y[:3])
-    naive = errbar.fuse([posterior.logits(frames[:, number]) for number in range(2)]).predict().pmf
-    assert rows[2].log_likelihood == errbar.metrics.log_likelihood(naive, digits.test.y[:3])
+    tracks = torch.cat([errbar.Track(posterior).add(group).predict().pmf for group in frames])
+    assert rows[2].log_likelihood == errbar.metrics.log_likelihood(tracks, digits.test.y[:3])
+    fused = errbar.fuse([posterior.logits(frames[:, number]) for number in range(2)]).predict().pmf
+    torch.testing.assert_close(tracks, fused, rtol=0, atol=1e-4)
+
+
+def test_four_views_of_150_digits_fused_are_at_least_as_good_as_one(digits: Digits) -> None:
+    network = train_network(digits.train, replace(TINY, epochs=20), seed=0)
+    made = errbar.fit(network, digits.train.data(), last_layers=1, prior=errbar.Prior(10.0))
+    made = errbar.calibrate(made, digits.validation.data())
+    rows = demo.fuse_digit_frames(made, digits.test, replace(TINY, frames=4, objects=150))
+    one, fused = rows[0], rows[2]
+    assert fused.accuracy >= one.accuracy
+    assert fused.log_likelihood >= one.log_likelihood
 
 
 def test_risk_rows_are_those_of_the_prediction(posterior: errbar.Posterior, digits: Digits) -> None:
@@ -228,7 +244,7 @@ def test_run_prints_the_same_numbers_every_time(
             assert torch.equal(torch.get_rng_state(), state)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    expected = ("(i) standard", "(viii) autofit", "T alone", "classifier B", "fused with covariance R", "Pr{f > 0.05}")
+    expected = ("(i) standard", "(viii) autofit", "T alone", "classifier B", "fused as a track", "Pr{f > 0.05}")
     for words in (*expected, "try next"):
         assert words in printed[0]
     assert torch.get_num_threads() == threads

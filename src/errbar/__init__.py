@@ -23,6 +23,7 @@ from errbar.errors import (
     ExportError,
     FileError,
     ForgetError,
+    FusionNotice,
     LabelError,
     MismatchError,
     MissingExtraError,
@@ -54,6 +55,8 @@ if _TYPE_CHECKING:
     from errbar._operations.fused import FusedClassifier
     from errbar._operations.fusion import fuse, fuse_frames
     from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
+    from errbar._operations.track import Track, frame_noise
+    from errbar._operations.track_choice import calibrate_track
     from errbar._planning.plan import Option, Plan, plan
     from errbar._posterior.collect import collect
     from errbar._posterior.information import Information
@@ -80,6 +83,7 @@ __all__ = [
     "FileError",
     "ForgetError",
     "FusedClassifier",
+    "FusionNotice",
     "Information",
     "JointLogits",
     "LabelError",
@@ -101,18 +105,21 @@ __all__ = [
     "SingularCovarianceError",
     "SizeError",
     "StructureNotice",
+    "Track",
     "WeightsChangedError",
     "__version__",
     "abstention",
     "autofit",
     "calibrate",
     "calibrate_fusion",
+    "calibrate_track",
     "choose_prior",
     "collect",
     "condition",
     "conformal",
     "decide",
     "fit",
+    "frame_noise",
     "fuse",
     "fuse_frames",
     "info",
@@ -143,6 +150,8 @@ _NAMES = {
     "_operations.fused": ("FusedClassifier",),
     "_operations.fusion": ("fuse", "fuse_frames"),
     "_operations.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
+    "_operations.track": ("Track", "frame_noise"),
+    "_operations.track_choice": ("calibrate_track",),
     "_planning.plan": ("Option", "Plan", "plan"),
     "_posterior.collect": ("collect",),
     "_posterior.information": ("Information",),

@@ -111,6 +111,10 @@ class CostNotice(UserWarning):
     """What begins now takes long by the costs of `errbar.plan`; the sentence says what would be quicker."""
 
 
+class FusionNotice(UserWarning):
+    """Frames were fused by a formula whose assumption they do not meet; the sentence says what to use instead."""
+
+
 class DataWarning(UserWarning):
     """The data are not what they seem: a part that looks as if it mattered is ignored, such as a weight for each
     sample; or many samples are equal where labels are drawn."""

@@ -121,6 +121,10 @@ MISTAKES = {
         ["fuse", "odd.npz", "-p", "posterior.safetensors", *MODEL, "--frames", "5"],
         "has 2 frames and not 5",
     ),
+    "joint without frames": (
+        ["fuse", "data.npz", "-p", "posterior.safetensors", *MODEL, "--joint"],
+        "--joint is for frames of one object",
+    ),
     "models left over": (
         ["fuse", "data.npz", "-p", "posterior.safetensors", "-p", "posterior.safetensors", *MODEL * 3],
         "2 posteriors, 3 models",

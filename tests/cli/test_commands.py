@@ -302,6 +302,18 @@ def test_fuse_of_frames_is_that_of_the_library(files: Workspace, tmp_path: Path)
     facts = said(*command, "-o", str(output))
     assert facts["inputs"] == len(files.test[0]) // 5
     posterior = library(files)
+    expected = [errbar.Track(posterior).add(files.test[0][i : i + 5]) for i in range(0, 60, 5)]
+    assert_equal(np.load(output)["pmf"], torch.cat([one.predict().pmf for one in expected]))
+
+
+@pytest.mark.filterwarnings("ignore::errbar.FusionNotice")
+def test_fuse_of_frames_with_the_covariance_between_them_is_that_of_the_library(
+    files: Workspace, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.npz"
+    command = ["fuse", "data.npz", "-p", "posterior.safetensors", "--model", "tiny_net:trained", "--frames", "5"]
+    said(*command, "--joint", "-o", str(output))
+    posterior = library(files)
     expected = [errbar.fuse_frames(posterior.joint_logits(files.test[0][i : i + 5])) for i in range(0, 60, 5)]
     assert_equal(np.load(output)["pmf"], torch.cat([one.predict().pmf for one in expected]))
 

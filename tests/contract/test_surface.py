@@ -37,17 +37,20 @@ PUBLIC = {
     "Prediction",
     "Prior",
     "Row",
+    "Track",
     # functions
     "abstention",
     "autofit",
     "calibrate",
     "calibrate_fusion",
+    "calibrate_track",
     "choose_prior",
     "collect",
     "condition",
     "conformal",
     "decide",
     "fit",
+    "frame_noise",
     "fuse",
     "fuse_frames",
     "info",
@@ -71,6 +74,7 @@ PUBLIC = {
     "ExportError",
     "FileError",
     "ForgetError",
+    "FusionNotice",
     "LabelError",
     "MismatchError",
     "MissingExtraError",
@@ -169,7 +173,9 @@ def test_every_metric_of_the_contract_has_a_docstring(name: str) -> None:
         (errbar.Posterior.update, {"unpack": None, "group": None}),
         (errbar.Posterior.forget, {"unpack": None, "group": None}),
         (errbar.fuse, {"raw": False}),
-        (errbar.fuse_frames, {"raw": False}),
+        (errbar.fuse_frames, {"raw": False, "noise": None}),
+        (errbar.Track, {"noise": None, "memory": 1.0, "evidence": None}),
+        (errbar.Track.predict, {"samples": 1000, "seed": 0}),
         (errbar.Posterior.predict, {"samples": 1000, "seed": 0}),
         (errbar.LogitGaussian.predict, {"samples": 1000, "seed": 0}),
         (errbar.Prediction.interval, {"level": 0.95}),
@@ -224,6 +230,7 @@ def test_defaults_are_those_of_the_contract(function: object, defaults: dict[str
             errbar.LogitGaussian,
             ["variance", "tempered", "scaled", "centered", "predict", "__len__", "__getitem__"],
         ),
+        (errbar.Track, ["add", "logits", "predict", "frames", "surprise", "p_value", "save", "load"]),
         (
             errbar.Prediction,
             [
@@ -259,11 +266,12 @@ def values() -> list[object]:
         posterior.joint_logits(x),
         prediction,
         errbar.outlier_scores(posterior, [(x, y)], samples=10),
+        errbar.Track(posterior).add(x[:1]),
         errbar.metrics.reliability(prediction.pmf, y),
     ]
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(9))
 def test_values_are_frozen(index: int) -> None:
     value = values()[index]
     assert dataclasses.is_dataclass(value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import errbar
 from data import generator
 from errbar import metrics
+from errbar._operations.fusion import with_frame_noise
 from errbar.experiments import sequences
 from errbar.experiments.views import rotated, views
 from networks import trained
@@ -56,8 +57,9 @@ def test_the_first_frames_of_a_sequence_are_a_slice_of_all_of_them() -> None:
 
 def test_each_method_is_what_its_name_says() -> None:
     x, y = frames()
-    noise = sequences.frame_noise(posterior(), x)
-    found = sequences.study(posterior(), x, y, noise=noise, correlation=0.25, samples=200, seed=5)
+    noise = errbar.frame_noise(posterior(), x)
+    chosen = errbar.Track(posterior(), memory=0.5)
+    found = sequences.study(posterior(), x, y, noise=noise, correlation=0.25, chosen=chosen, samples=200, seed=5)
     single = [posterior().logits(x[:, c]) for c in range(FRAMES)]
     pmfs = [gaussian.predict(200, 5).pmf for gaussian in single]
     for c in range(FRAMES):
@@ -75,6 +77,9 @@ def test_each_method_is_what_its_name_says() -> None:
             "product of PMFs": product / product.sum(1, keepdim=True),
             "independent": independent.predict(200, 5).pmf,
             "covariance intersection": independent.scaled(c + 1).predict(200, 5).pmf,
+            "mean of logits": torch.stack([one.mean for one in single[: c + 1]]).mean(0).softmax(1),
+            "track": independent.predict(200, 5).pmf,
+            "chosen track": torch.cat([chosen.add(sequence[: c + 1]).predict(200, 5).pmf for sequence in x]),
             "joint": torch.cat([errbar.fuse_frames(joint).predict(200, 5).pmf for joint in joints]),
             "joint with frame noise": torch.cat([errbar.fuse_frames(joint).predict(200, 5).pmf for joint in noisy]),
         }
@@ -119,7 +124,7 @@ def test_with_much_noise_the_frames_are_averaged_as_if_independent() -> None:
     joint = sequences.joint_logits(posterior(), frames()[0][1])
     noise = 1e7 * torch.eye(CLASSES, dtype=torch.float64)
     fused = sequences.gaussians([joint], noise)["joint with frame noise"][-1].centered()
-    alone = [sequences.with_frame_noise(sequences.first_frames(joint, c + 1), noise).marginals() for c in range(FRAMES)]
+    alone = [with_frame_noise(sequences.first_frames(joint, c + 1), noise).marginals() for c in range(FRAMES)]
     independent = errbar.fuse([gaussian[c : c + 1] for c, gaussian in enumerate(alone)]).centered()
     torch.testing.assert_close(fused.mean, independent.mean, rtol=0, atol=1e-4)
     torch.testing.assert_close(fused.covariance, independent.covariance, rtol=1e-4, atol=0)
@@ -133,23 +138,24 @@ def test_noise_keeps_the_weights_of_near_copies_small() -> None:
     blocks = torch.stack([torch.stack([shared, 0.99 * shared]), torch.stack([0.99 * shared, 0.9801001 * shared])])
     mean = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, -1.0]], dtype=torch.float64)
     joint = errbar.JointLogits(mean, blocks.permute(0, 2, 1, 3).contiguous())
-    wild = errbar.fuse_frames(joint).mean.abs().max()
-    tame = errbar.fuse_frames(sequences.with_frame_noise(joint, torch.eye(3, dtype=torch.float64))).mean
+    with pytest.warns(errbar.FusionNotice, match="extrapolates"):
+        wild = errbar.fuse_frames(joint).mean.abs().max()
+    tame = errbar.fuse_frames(joint, noise=torch.eye(3, dtype=torch.float64)).mean
     assert float(wild) > 50
     torch.testing.assert_close(tame, mean.mean(0, keepdim=True), rtol=0, atol=0.05)
 
 
 def test_frame_noise_is_the_scatter_within_sequences() -> None:
     x, _ = frames()
-    noise = sequences.frame_noise(posterior(), x)
+    noise = errbar.frame_noise(posterior(), x)
     logits = torch.stack([posterior().logits(sequence).centered().mean for sequence in x])
     expected = sum(torch.cov(sequence.mT) for sequence in logits) / len(x)
     torch.testing.assert_close(noise, expected)
     assert float(torch.linalg.eigvalsh(noise)[0]) > -1e-12
     still = x[:, :1].expand(-1, FRAMES, -1, -1, -1)
-    assert float(sequences.frame_noise(posterior(), still).abs().max()) < 1e-12
+    assert float(errbar.frame_noise(posterior(), still).abs().max()) < 1e-12
     with pytest.raises(errbar.DataError, match="needs one or more of two or more frames"):
-        sequences.frame_noise(posterior(), x[:, :1])
+        errbar.frame_noise(posterior(), x[:, :1])
 
 
 def test_the_correlation_of_frames_is_the_share_that_they_have_in_common() -> None:

@@ -112,7 +112,7 @@ def test_the_softening_can_be_chosen_and_is_the_posteriors_own_otherwise(known: 
         assert [one["pmf"] for one in without["predictions"]] == known.predict(X[:3]).pmf.tolist()
         assert [one["outlier"] for one in without["predictions"]] == [one["outlier"] for one in told["predictions"]]
         frames = own.told("/v1/fuse", {"inputs": X[:2].tolist()})["objects"][0]
-        fused = errbar.fuse_frames(softened.joint_logits(X[:2])).predict()
+        fused = errbar.Track(softened).add(X[:2]).predict()
         assert frames["fused"]["pmf"] == pytest.approx(fused.pmf[0].tolist(), abs=1e-6)
 
 
@@ -145,8 +145,19 @@ def test_the_outlier_score_is_a_percentile_of_the_training_inputs(running: Runni
     assert scaled["predictions"][0]["outlier"]["percentile"] == near["outlier"]["percentile"]
 
 
-def test_frames_are_fused_with_the_covariance_between_them(running: Running, known: errbar.Posterior) -> None:
+def test_frames_are_fused_as_a_track(running: Running, known: errbar.Posterior) -> None:
     told = running.told("/v1/fuse", {"inputs": X[:3].tolist(), "risk": 0.3})
+    (found,) = told["objects"]
+    fused = errbar.Track(known).add(X[:3]).predict()
+    assert found["fused"]["pmf"] == fused.pmf[0].tolist()
+    assert found["fused"]["risk"] == fused.risk(0.3)[0].tolist()
+    assert [one["pmf"] for one in found["single"]] == known.predict(X[:3]).pmf.tolist()
+    assert (found["independent"], found["rank"], told["over"]) == (None, None, "frames")
+
+
+@pytest.mark.filterwarnings("ignore::errbar.FusionNotice")
+def test_frames_are_fused_with_the_covariance_between_them_if_asked(running: Running, known: errbar.Posterior) -> None:
+    told = running.told("/v1/fuse", {"inputs": X[:3].tolist(), "risk": 0.3, "joint": True})
     (found,) = told["objects"]
     fused = errbar.fuse_frames(known.joint_logits(X[:3]))
     assert found["fused"]["pmf"] == fused.predict().pmf[0].tolist()
@@ -161,8 +172,8 @@ def test_frames_are_fused_with_the_covariance_between_them(running: Running, kno
 
 def test_the_same_frame_twice_changes_nothing_except_for_the_naive(running: Running) -> None:
     frame = X[0].tolist()
-    (once,) = running.told("/v1/fuse", {"inputs": [frame]})["objects"]
-    (twice,) = running.told("/v1/fuse", {"inputs": [frame, frame]})["objects"]
+    (once,) = running.told("/v1/fuse", {"inputs": [frame], "joint": True})["objects"]
+    (twice,) = running.told("/v1/fuse", {"inputs": [frame, frame], "joint": True})["objects"]
     assert twice["fused"]["std"] == pytest.approx(once["fused"]["std"], abs=1e-4)
     assert max(twice["independent"]["std"]) < 0.9 * max(once["fused"]["std"])
 

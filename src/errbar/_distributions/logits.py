@@ -28,13 +28,15 @@ class LogitGaussian:
 
     `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `classes` are
     set by `logits(x, top=…)`: which of the network's classes the columns are. `form` holds P^g, in full or more
-    compactly.
+    compactly. `origin` is the fingerprint of the posterior whose logits these are, as they are: what changes them
+    (`tempered`, `scaled`, `calibrated`) drops it.
     """
 
     mean: Float[Tensor, "B M"]
     covariance: Float[Tensor, "B M M"] = _MATRIX_OF_FORM
     rank: int | None = None
     classes: Int[Tensor, "B M"] | None = field(default=None, repr=False)
+    origin: str | None = field(default=None, repr=False)
     form: Covariance = field(init=False, repr=False)
 
     def __init__(
@@ -43,10 +45,12 @@ class LogitGaussian:
         covariance: Float[Tensor, "B M M"] | Covariance,
         rank: int | None = None,
         classes: Int[Tensor, "B M"] | None = None,
+        origin: str | None = None,
     ) -> None:
         """A tensor is checked; a covariance object, which is valid by construction, is not, nor is its mean."""
         form = covariance if isinstance(covariance, Covariance) else _checked_covariance(mean, covariance)
-        for name, value in (("mean", mean), ("form", form), ("rank", rank), ("classes", classes)):
+        values = {"mean": mean, "form": form, "rank": rank, "classes": classes, "origin": origin}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @staticmethod
@@ -56,9 +60,17 @@ class LogitGaussian:
             return parts[0]
         form = parts[0].form.joined([part.form for part in parts[1:]])
         classes = [part.classes for part in parts if part.classes is not None]
+        origins = {part.origin for part in parts}
         return LogitGaussian(
-            torch.cat([part.mean for part in parts]), form, classes=torch.cat(classes) if classes else None
+            torch.cat([part.mean for part in parts]),
+            form,
+            classes=torch.cat(classes) if classes else None,
+            origin=origins.pop() if len(origins) == 1 else None,
         )
+
+    def of_origin(self, origin: str) -> LogitGaussian:
+        """The same Gaussians, known to be those of the posterior with this fingerprint."""
+        return LogitGaussian(self.mean, self.form, self.rank, self.classes, origin)
 
     @property
     def variance(self) -> Float[Tensor, "B M"]:
@@ -77,15 +89,17 @@ class LogitGaussian:
         if not isinstance(rows, slice):
             raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
         classes = None if self.classes is None else self.classes[rows]
-        return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes)
+        return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes, self.origin)
 
     def of_classes(self, classes: Int[Tensor, "B t"]) -> LogitGaussian:
         """The logits of some classes of each input, in this order."""
-        return LogitGaussian(self.mean.gather(1, classes), self.form.of_classes(classes), self.rank, classes)
+        return LogitGaussian(
+            self.mean.gather(1, classes), self.form.of_classes(classes), self.rank, classes, self.origin
+        )
 
     def rounded(self) -> LogitGaussian:
         """The covariance in the dtype of the mean."""
-        return LogitGaussian(self.mean, self.form.to(self.mean.dtype), self.rank, self.classes)
+        return LogitGaussian(self.mean, self.form.to(self.mean.dtype), self.rank, self.classes, self.origin)
 
     def tempered(self, temperature: float) -> LogitGaussian:
         """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
@@ -113,7 +127,7 @@ class LogitGaussian:
     def centered(self) -> LogitGaussian:
         """The distribution of g minus its mean over the classes, which has the same softmax."""
         mean = self.mean - self.mean.mean(1, keepdim=True)
-        return LogitGaussian(mean, self.form.centred(), self.rank, self.classes)
+        return LogitGaussian(mean, self.form.centred(), self.rank, self.classes, self.origin)
 
     def predict(self, samples: int = 1000, seed: int = 0, *, draws: str = "random") -> Prediction:
         """Monte Carlo in the M−1 contrasts (eq:gmarg); `draws` are "random", "antithetic" or "sobol".

@@ -191,6 +191,8 @@ def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
 
 def _read(path: Path, *, header_only: bool = False) -> Contents:
     contents = read(path, header_only=header_only)
+    if contents.kind == "track":
+        raise FileError(f"{contents.path} holds a track. Use errbar.Track.load(path, posterior).")
     if contents.kind not in KINDS:
         raise FileError(f"{contents.path} holds {contents.kind[:60]!a}; expected one of {', '.join(KINDS)}.")
     return contents

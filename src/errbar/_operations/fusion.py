@@ -6,6 +6,7 @@ contrasts, coordinates in 1⊥, and return covariances of rank M−1; `raw=True`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,14 +15,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
-from errbar._distributions.covariance import FullCovariance
+from errbar._distributions.covariance import FullCovariance, JointCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
-from errbar.errors import ArgumentError, MismatchError, SingularCovarianceError
+from errbar.errors import ArgumentError, FusionNotice, MismatchError, SingularCovarianceError
 
 _CERTAIN = (
     "A covariance scale of zero, or fewer selected parameters than classes, makes logits certain: such "
     "estimates cannot be weighed against each other."
 )
+# Variation of a frame's own that is amplified more than so many times, in variance, is told of.
+_EXTRAPOLATING = 4.0
 
 
 def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGaussian:
@@ -52,8 +55,20 @@ def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGauss
     return LogitGaussian(fused.mean, fused.form, classes=sources[0].classes)
 
 
-def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = None) -> LogitGaussian:
+def fuse_frames(
+    joint: JointLogits,
+    *,
+    raw: bool = False,
+    rcond: float | None = None,
+    noise: Float[Tensor, "M M"] | None = None,
+) -> LogitGaussian:
     """Frames of one object, with the covariance R between them: P = (HᵀR⁻¹H)⁻¹, ĝ = P HᵀR⁻¹z (sec. Fusion).
+
+    R alone assumes that frames differ by the error of the parameters, which they share, and by nothing else. For
+    near-copies it then contains next to nothing in some directions, and the weights P HᵀR⁻¹, which sum to I, are large
+    with both signs: the estimate extrapolates from differences that are the pictures' own, and is worse than a single
+    frame. A `FusionNotice` says so where it happens. For a camera use `errbar.Track`, which has been the better one
+    wherever it was measured; or give `noise`, Σ_e of `errbar.frame_noise`, for R + I ⊗ Σ_e.
 
     All frames share the parameters, so their errors are correlated, as R says. More frames than parameters,
     or a repeated frame, make R singular; it is then inverted on its range, the eigenvalues above rcond · max,
@@ -67,6 +82,8 @@ def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = 
             f"Expected JointLogits from posterior.joint_logits(frames), got {type(joint).__name__}. For "
             "different classifiers use errbar.fuse."
         )
+    if noise is not None:
+        joint = with_frame_noise(joint, noise)
     if raw:
         return _fused_to_the_letter(joint)
     spread = _Spread.of(joint, rcond)
@@ -88,8 +105,51 @@ def fuse_frames(joint: JointLogits, *, raw: bool = False, rcond: float | None = 
     if len(values) < basis.shape[1] or float(values[-1]) <= rounding * float(values[0]):
         raise SingularCovarianceError(f"{name}, is singular, so it has no inverse. {_CERTAIN}")
     half = right.mT / values
-    mean = half @ (left.mT @ (whitening @ (joint.mean.double() @ basis).reshape(-1)))
+    weights = half @ (left.mT @ whitening)
+    mean = weights @ (joint.mean.double() @ basis).reshape(-1)
+    if noise is None:
+        _tell_of_extrapolation(weights)
     return _in_logits(mean[None], (half @ half.mT)[None], basis, joint.mean.dtype, int(above.sum()))
+
+
+def with_frame_noise(joint: JointLogits, noise: Float[Tensor, "M M"]) -> JointLogits:
+    """R + I ⊗ Σ_e: each frame has a variation of its own beside the error that all share."""
+    frames, classes = joint.mean.shape
+    own = checked_noise(noise, classes).to(joint.covariance.device)
+    each = torch.eye(frames, dtype=torch.float64, device=own.device)
+    rounding = torch.finfo(joint.mean.dtype).eps
+    total = joint.covariance + each[:, None, :, None] * own[None, :, None, :]
+    return JointLogits(joint.mean, JointCovariance(total, network_rounding=rounding))
+
+
+def checked_noise(noise: object, classes: int) -> Float[Tensor, "M M"]:
+    """Σ_e in float64; an error unless it is a covariance of so many classes."""
+    if not isinstance(noise, Tensor) or tuple(noise.shape) != (classes, classes):
+        actual = tuple(noise.shape) if isinstance(noise, Tensor) else type(noise).__name__
+        raise MismatchError(
+            f"noise has shape {actual}; expected Σ_e of shape ({classes}, {classes}), as errbar.frame_noise(posterior, "
+            "sequences) gives it."
+        )
+    linalg.require_covariance(noise, name="noise, Σ_e,")
+    return noise.detach().double()
+
+
+def _tell_of_extrapolation(weights: Float[Tensor, "d s"]) -> None:
+    """A notice where R is so nearly singular that the weights P HᵀR⁻¹ are large, with both signs.
+
+    Variation of the frames' own, of the same size in all directions, comes out multiplied by |weights|²/(M−1): 1/C for
+    an average of C frames, 1 for a single one.
+    """
+    amplified = float(weights.square().sum()) / len(weights)
+    if amplified > _EXTRAPOLATING:
+        warnings.warn(
+            "R, the covariance between the frames, is nearly singular: it attributes every difference between frames "
+            "to errors of the parameters, and the estimate extrapolates from them. Expect it to be worse than one "
+            "frame where pictures differ by themselves. Use errbar.Track, or give noise=errbar.frame_noise(posterior, "
+            "sequences).",
+            FusionNotice,
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -87,6 +89,26 @@ class Posterior:
         """Whether T or T_c were fitted or set: as `fit` leaves them, both are 1."""
         return self.calibration != Calibration()
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the posterior is: weights, parameters, structure, prior, calibration and amount of data.
+
+        Its logits carry it, so that those of another posterior are not taken for its own. The sums themselves are not
+        hashed: they can be large, and loading or moving them must not change who they are.
+        """
+        information, task = self.information, self.information.task
+        facts = {
+            "weights": task.network.fingerprint,
+            "parameters": task.selection.names,
+            "structure": task.structure,
+            "fisher": task.fisher,
+            "dtype": str(task.dtype),
+            "prior": self.prior.described(),
+            "calibration": str(self.calibration.described()),
+            "data": f"{float(information.n_samples)!r} {information.log_likelihood!r}",
+        }
+        return hashlib.sha256(str(sorted(facts.items())).encode()).hexdigest()
+
     def covariance(self) -> Float[Tensor, "n n"]:
         """P in float64, without calibration."""
         return self.factor.covariance.clone()
@@ -117,7 +139,7 @@ class Posterior:
             tell_of_prediction(task, len(batch) if top is None else 0, None)
             parts = list(self._checked(batch, checks, top))
             checks.finish()
-        return LogitGaussian.concatenated(parts)
+        return LogitGaussian.concatenated(parts).of_origin(self.fingerprint)
 
     def joint_logits(self, frames: Any, *, unpack: Unpack | None = None) -> JointLogits:
         """The logits of several frames of one object together, R_ij = T_c J_i P J_jᵀ/(T(x_i) T(x_j)).
@@ -181,7 +203,8 @@ class Posterior:
             require_finite_logits(mean, checks)
             checks.finish()
             deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-        return LogitGaussian(mean, DrawnCovariance(deviations)).calibrated(self.calibration)
+        drawn = LogitGaussian(mean, DrawnCovariance(deviations)).calibrated(self.calibration)
+        return drawn.of_origin(self.fingerprint)
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
         task = self.information.task

@@ -28,6 +28,9 @@ def fuse(
     frames: Annotated[
         int | None, typer.Option("--frames", min=1, help="One classifier: this many inputs in a row are one object.")
     ] = None,
+    joint: Annotated[
+        bool, typer.Option("--joint", help="With --frames: use the covariance R between the frames (fuse_frames).")
+    ] = False,
     risk: options.Risk = None,
     covariance: options.Covariance = False,
     samples: options.Samples = 1000,
@@ -40,7 +43,11 @@ def fuse(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Fuse several classifiers of the same inputs, or with --frames several frames of each object, into one PMF."""
+    """Fuse several classifiers of the same inputs, or with --frames several frames of each object, into one PMF.
+
+    Frames are weighted by their precisions, as errbar.Track does; with --joint by the covariance R between them, which
+    assumes that only the parameters make frames differ.
+    """
     from errbar.cli.inputs import NEW, DataRequest, Source
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import notice_if_uncalibrated, posterior_requests
@@ -51,7 +58,7 @@ def fuse(
         require_new(output, force)
         require_format(output)
         thresholds = thresholds_of(risk)
-        _require_count(len(posterior), frames)
+        _require_count(len(posterior), frames, joint)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
         classes = _same_classes(loaded, posterior)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
@@ -59,11 +66,14 @@ def fuse(
 
         def predictions() -> Generator[errbar.Prediction, None, None]:
             for batch in tracked_batches(source, here):
+                if frames is not None:
+                    _require_frames(batch, frames)
                 if frames is None:
                     fused = errbar.fuse([member.posterior.logits(batch) for member in loaded])
-                else:
-                    _require_frames(batch, frames)
+                elif joint:
                     fused = errbar.fuse_frames(loaded[0].posterior.joint_logits(batch))
+                else:
+                    fused = errbar.Track(loaded[0].posterior).add(batch).logits
                 yield fused.predict(samples, seed)
             notice_if_uncalibrated(here, *loaded)
 
@@ -73,7 +83,9 @@ def fuse(
         write_predictions(here, output, predictions(), objects, columns)
 
 
-def _require_count(posteriors: int, frames: int | None) -> None:
+def _require_count(posteriors: int, frames: int | None, joint: bool) -> None:
+    if joint and frames is None:
+        raise ArgumentError("--joint is for frames of one object; expected --frames with it.")
     if frames is None and posteriors < 2:
         raise ArgumentError("There is one --posterior; expected two or more to fuse, or --frames for one classifier.")
     if frames is not None and posteriors != 1:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import metrics
 from errbar._base.progress import track
+from errbar._operations.track import option_name
 from errbar.experiments import automatic, cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched
@@ -187,10 +188,14 @@ def fusion(
     """Frames of one object, and two classifiers that were trained on different halves of the data."""
     problem = experiment.problem
     held_out, test_sequences = _sequences(experiment)
-    noise = sequences.frame_noise(posterior, held_out[0])
+    noise = errbar.frame_noise(posterior, held_out[0])
     correlation = sequences.frame_correlation(posterior, *held_out)
-    study = sequences.study(posterior, *test_sequences, noise=noise, correlation=correlation, progress=progress)
-    results: dict[str, Any] = {"sequences": {**study, "correlation": correlation}}
+    chosen = errbar.calibrate_track(posterior, *held_out, progress=progress)
+    study = sequences.study(
+        posterior, *test_sequences, noise=noise, correlation=correlation, chosen=chosen, progress=progress
+    )
+    choice = {"option": option_name(chosen), "nll": chosen.comparison}
+    results: dict[str, Any] = {"sequences": {**study, "correlation": correlation, "choice": choice}}
     classifiers = []
     for part in (0, 1):
         half = problem.train.take(slice(part, None, 2))
@@ -224,7 +229,7 @@ def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
 def strip(experiment: Experiment, posterior: errbar.Posterior) -> dict[str, Any]:
     """The sequence with the least confident first frame, with the PMFs of each method after each frame."""
     held_out, (frames, labels) = _sequences(experiment)
-    noise = sequences.frame_noise(posterior, held_out[0])
+    noise = errbar.frame_noise(posterior, held_out[0])
     doubt = posterior.logits(frames[:, 0]).predict().confidence.argmin()
     fused = sequences.gaussians([sequences.joint_logits(posterior, frames[doubt])], noise)
     pmf = {name: [gaussian.predict().pmf[0].tolist() for gaussian in each] for name, each in fused.items()}

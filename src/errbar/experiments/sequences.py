@@ -6,7 +6,7 @@ A frame's own variation. The model is ĝ_c = g + J_c (θ̂ − θ): every differ
 But frames are different pictures. For near-copies (J_i − J_j) P (J_i − J_j)ᵀ ≈ 0 in some directions, R is almost
 singular, and the weights P HᵀR⁻¹, which sum to I, are large with both signs: the estimate extrapolates from
 differences that R does not contain. With ĝ_c = g + e_c + J_c (θ̂ − θ), e_c ~ N(0, Σ_e), it is R + I ⊗ Σ_e, with
-eigenvalues no smaller than those of Σ_e. `frame_noise` estimates Σ_e.
+eigenvalues no smaller than those of Σ_e. `errbar.frame_noise` estimates Σ_e.
 
 Evidence that grows. An average of logits is as certain as one frame, however many there are. Let the logits of an
 object of class y be μ_y + b + e_c with covariances ρΣ of b, which the frames share, and (1 − ρ)Σ of e_c. The mean of C
@@ -18,7 +18,8 @@ all classes are equally frequent. `frame_correlation` estimates ρ. Both take he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from torch import Tensor
 from errbar import metrics
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
-from errbar._base.progress import track
-from errbar._distributions.covariance import JointCovariance
+from errbar._base.progress import track as shown
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._model.batch import input_batch
 from errbar._operations.fusion import fuse, fuse_frames
+from errbar._operations.track import Track, scatter_within
 from errbar._posterior.posterior import Posterior
-from errbar.errors import ArgumentError, DataError
+from errbar.errors import ArgumentError, DataError, FusionNotice
 
 Prepare = Callable[[Tensor], Tensor]
 
@@ -44,7 +45,7 @@ FLOOR = 1e-12
 _GROUP = 64
 _BATCH = 256
 # Methods whose logits are an average over the frames, so that their evidence does not grow by itself.
-AVERAGES = ("independent", "covariance intersection", "joint with frame noise", "mean of PMFs")
+AVERAGES = ("independent", "covariance intersection", "joint with frame noise", "mean of PMFs", "mean of logits")
 
 
 def as_given(x: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ def study(
     *,
     noise: Float[Tensor, "M M"] | None = None,
     correlation: float | None = None,
+    chosen: Track | None = None,
     samples: int = 1000,
     seed: int = 0,
     thresholds: Sequence[float] = (0.5, 0.9, 0.95, 0.99),
@@ -68,10 +70,11 @@ def study(
 ) -> dict[str, Any]:
     """Scores after the first 1 … F frames of each sequence, and what deciding early costs, for each method.
 
-    Methods: those of `gaussians`; of the frames' own PMFs "mean of PMFs" and "product of PMFs" (normalised); and with
-    a correlation ρ, for those that average, "scaled" ones: f^κ_C, normalised. Decisions are taken where max_m f_m
-    exceeds a threshold, and, for methods that have samples, where Pr{f_m > ½} of the likeliest class exceeds
-    `risk_level`.
+    Methods: those of `gaussians`; "track", `errbar.Track` as it is, and "chosen track", the one that `calibrate_track`
+    made, where it is given; of the frames' own PMFs "mean of PMFs" and "product of PMFs" (normalised); "mean of
+    logits", the softmax of the mean of ĝ/T; and with a correlation ρ, for those that average, "scaled" ones: f^κ_C,
+    normalised. Decisions are taken where max_m f_m exceeds a threshold, and, for methods that have samples, where
+    Pr{f_m > ½} of the likeliest class exceeds `risk_level`.
     """
     count, length = frames.shape[:2]
     if correlation is not None and not 0 <= correlation <= 1:
@@ -85,10 +88,15 @@ def study(
         )
     pmfs: dict[str, list[list[Tensor]]] = {}
     risks: dict[str, list[list[Tensor]]] = {}
+    means: list[list[Tensor]] = [[] for _ in range(length)]
     groups = range(0, count, _GROUP)
-    for start in track(groups, "Fusing frames", enabled=progress):
-        joints = [joint_logits(posterior, prepare(sequence)) for sequence in frames[start : start + _GROUP]]
-        for method, prefixes in gaussians(joints, noise).items():
+    tracks = {"track": Track(posterior)} | ({} if chosen is None else {"chosen track": chosen})
+    for start in shown(groups, "Fusing frames", enabled=progress):
+        group = [prepare(sequence) for sequence in frames[start : start + _GROUP]]
+        fused = gaussians([joint_logits(posterior, sequence) for sequence in group], noise)
+        for number, gaussian in enumerate(fused["latest"]):
+            means[number].append(gaussian.mean)
+        for method, prefixes in (fused | tracked(tracks, group)).items():
             for number, gaussian in enumerate(prefixes):
                 prediction = gaussian.predict(samples, seed)
                 certain = prediction.risk(0.5).gather(1, prediction.label[:, None])[:, 0]
@@ -96,6 +104,9 @@ def study(
                 risks.setdefault(method, [[] for _ in range(length)])[number].append(certain)
     by_method = {method: torch.stack([torch.cat(parts) for parts in rows]) for method, rows in pmfs.items()}
     by_method |= _from_pmfs(by_method["latest"])
+    each = torch.stack([torch.cat(parts) for parts in means])
+    numbers = torch.arange(1, length + 1, dtype=each.dtype, device=each.device)
+    by_method["mean of logits"] = (each.cumsum(0) / numbers[:, None, None]).softmax(2).to(by_method["latest"])
     if correlation is not None:
         by_method |= {f"scaled {name}": scaled(by_method[name], correlation) for name in AVERAGES if name in by_method}
     truth = labels.cpu()
@@ -134,13 +145,6 @@ def first_frames(joint: JointLogits, count: int) -> JointLogits:
     return joint.chosen(range(count))
 
 
-def with_frame_noise(joint: JointLogits, noise: Float[Tensor, "M M"]) -> JointLogits:
-    """R + I ⊗ Σ_e: each frame has a variation of its own beside the error that all share."""
-    own = torch.eye(len(joint), dtype=torch.float64)[:, None, :, None] * noise.cpu().double()[None, :, None, :]
-    rounding = torch.finfo(joint.mean.dtype).eps
-    return JointLogits(joint.mean, JointCovariance(joint.covariance + own, network_rounding=rounding))
-
-
 def gaussians(
     joints: Sequence[JointLogits], noise: Float[Tensor, "M M"] | None = None
 ) -> dict[str, list[LogitGaussian]]:
@@ -164,34 +168,35 @@ def gaussians(
         "joint": _fused_prefixes(joints),
     }
     if noise is not None:
-        result["joint with frame noise"] = _fused_prefixes([with_frame_noise(joint, noise) for joint in joints])
+        result["joint with frame noise"] = _fused_prefixes(joints, noise)
     return result
 
 
-def _fused_prefixes(joints: Sequence[JointLogits]) -> list[LogitGaussian]:
-    return [
-        LogitGaussian.concatenated([fuse_frames(first_frames(joint, c)) for joint in joints])
-        for c in range(1, len(joints[0]) + 1)
-    ]
+def _fused_prefixes(joints: Sequence[JointLogits], noise: Float[Tensor, "M M"] | None = None) -> list[LogitGaussian]:
+    with warnings.catch_warnings():
+        # The comparison is what shows it.
+        warnings.simplefilter("ignore", FusionNotice)
+        return [
+            LogitGaussian.concatenated([fuse_frames(first_frames(joint, c), noise=noise) for joint in joints])
+            for c in range(1, len(joints[0]) + 1)
+        ]
 
 
-def frame_noise(
-    posterior: Posterior, frames: Float[Tensor, "N F C H W"], *, prepare: Prepare = as_given
-) -> Float[Tensor, "M M"]:
-    """Σ_e = (1/(N(F−1))) Σ_n Σ_c (ĝ_nc − ḡ_n)(·)ᵀ of centred logits: how the frames of one object differ.
-
-    From held-out sequences; they need no labels. In the units of `posterior.logits`, so it belongs to the posterior's
-    temperature. Only contrasts enter: a common shift of the logits changes nothing.
-    """
-    count, length = frames.shape[:2]
-    if count == 0 or length < 2:
-        raise DataError(
-            f"Frames have shape {tuple(frames.shape)}; the scatter within sequences needs one or more of two or more "
-            "frames each."
-        )
-    logits = _centred_logits(posterior, frames, prepare)
-    deviations = (logits - logits.mean(1, keepdim=True)).flatten(0, 1)
-    return deviations.mT @ deviations / (count * (length - 1))
+def tracked(tracks: Mapping[str, Track], sequences: Iterable[Tensor]) -> dict[str, list[LogitGaussian]]:
+    """Name of an empty track → for C = 1 … F the logits of all sequences after C frames, one per row."""
+    rows: dict[str, list[list[LogitGaussian]]] = {name: [] for name in tracks}
+    for sequence in sequences:
+        each = next(iter(tracks.values())).posterior.unrounded_logits(sequence)
+        for name, track in tracks.items():
+            so_far, prefixes = track, []
+            for frame in range(len(each)):
+                so_far = so_far.add(each[frame : frame + 1])
+                prefixes.append(so_far.logits)
+            rows[name].append(prefixes)
+    return {
+        name: [LogitGaussian.concatenated(list(column)) for column in zip(*prefixes, strict=True)]
+        for name, prefixes in rows.items()
+    }
 
 
 def frame_correlation(
@@ -206,8 +211,9 @@ def frame_correlation(
     Analysis of variance of the centred logits: Σ_e within objects, and the scatter of the objects' means within their
     classes is Σ_b + Σ_e/F. Held-out sequences; T does not matter.
     """
-    noise = float(frame_noise(posterior, frames, prepare=prepare).trace())
-    means = _centred_logits(posterior, frames, prepare).mean(1)
+    logits = _centred_logits(posterior, frames, prepare)
+    noise = float(scatter_within(logits).trace())
+    means = logits.mean(1)
     classes, group = labels.to(means.device).unique(return_inverse=True)
     freedom = len(means) - len(classes)
     if len(labels) != len(frames) or freedom < 1:

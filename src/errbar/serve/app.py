@@ -168,8 +168,9 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
             over, served = "frames", desk.service.member(body.posterior)
             x = await desk.inputs(body, served)
             rows, classes = len(x), len(served.classes)
-            desk.require_joint(rows, classes)
-            work = FuseFrames(served, x, options)
+            if body.joint:
+                desk.require_joint(rows, classes)
+            work = FuseFrames(served, x, options, body.joint)
         desk.require_small(rows, classes, body.samples)
         objects = await desk.answer(request, work, rows)
         common = {"samples": body.samples, "seed": body.seed, "level": body.level}

@@ -55,11 +55,12 @@ class Predict:
 
 @dataclass(frozen=True, eq=False)
 class FuseFrames:
-    """Frames of one object, seen by one classifier."""
+    """Frames of one object, seen by one classifier: as a track, or with the covariance R between them."""
 
     served: Served
     x: Tensor
     options: AnswerOptions
+    joint: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,8 +252,16 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
         return {"fused": fused, "single": single, "independent": None, "rank": None}
     classes = work.served.classes
     posterior = _calibrated(work.served, options)
-    together = errbar.fuse_frames(posterior.joint_logits(work.x))
     each = posterior.unrounded_logits(work.x)
+    if not work.joint:
+        together = errbar.Track(posterior).add(each).logits
+        return {
+            "fused": _result(together, options).described(classes, options)[0],
+            "single": _result(each, options).described(classes, options),
+            "independent": None,
+            "rank": None,
+        }
+    together = errbar.fuse_frames(posterior.joint_logits(work.x))
     rounded = each.rounded()
     naive = errbar.fuse([rounded[frame : frame + 1] for frame in range(len(work.x))])
     return {

@@ -126,12 +126,12 @@ class PredictAnswer(BaseModel):
 
 
 class FusedObject(BaseModel):
-    """One object: all sources fused, each source alone, and frames fused as if they were independent."""
+    """One object: all sources fused, and each source alone; with `joint` also frames fused as a track fuses them."""
 
     fused: PredictionAnswer
     single: list[PredictionAnswer]
     independent: PredictionAnswer | None
-    rank: int | None = Field(description="Rank of the covariance between the frames that could be inverted.")
+    rank: int | None = Field(description="With joint: rank of the covariance between the frames that was inverted.")
 
 
 class FuseAnswer(BaseModel):
@@ -274,6 +274,14 @@ def request_models(service: Service, limits: Limits) -> tuple[type[BaseModel], t
             Field(
                 "frames",
                 description="Whether inputs are frames of one object, or each is an object for all posteriors.",
+            ),
+        ),
+        joint=(
+            bool,
+            Field(
+                False,
+                description="Fuse frames with the covariance R between them, which assumes that only the parameters "
+                "make them differ, and not as errbar.Track does.",
             ),
         ),
         samples=samples,

@@ -73,9 +73,9 @@ function show(object) {
   showSeen(input);
   if (object) {
     drawFusion(at("fusion"), object, model.classes, object.single.length);
-    const [single, naive, fused] = [object.single.at(-1), object.independent, object.fused];
-    at("views-note").textContent = `All views share the parameters of one network, so their errors are correlated. Fused with this taken into account: ${fused.class} with ${percent(fused.confidence)} ± ${(100 * fused.std[fused.label]).toFixed(1)}. As if they were independent: ± ${(100 * naive.std[fused.label]).toFixed(1)}; this view alone: ± ${(100 * single.std[fused.label]).toFixed(1)}.`
-      + (fused.std[fused.label] > single.std[fused.label] ? " Views that share their errors and still disagree leave more doubt than a single view." : "");
+    const [single, fused] = [object.single.at(-1), object.fused];
+    const bar = (source) => `± ${(100 * source.std[fused.label]).toFixed(1)}`;
+    at("views-note").textContent = `Each view counts as much as the model knows of it. All views together: ${fused.class} with ${percent(fused.confidence)} ${bar(fused)}; this view alone: ${percent(single.pmf[fused.label])} ${bar(single)}.`;
   } else {
     at("fusion").replaceChildren();
     at("views-note").textContent = VIEWS_NOTE;

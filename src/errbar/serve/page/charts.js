@@ -156,23 +156,23 @@ export function drawOutlier(box, reference, outlier) {
 
 export function drawFusion(box, object, classes, count) {
   const order = object.fused.pmf.map((_, place) => place).sort((a, b) => object.fused.pmf[b] + object.single.at(-1).pmf[b] - object.fused.pmf[a] - object.single.at(-1).pmf[a]);
-  const sources = [["single", "this view alone", object.single.at(-1)], ["naive", "as if independent", object.independent], ["fused", `${count} views fused`, object.fused]];
+  const sources = [["single", "this view alone", object.single.at(-1)], ["fused", `${count} views fused`, object.fused]];
   const leaders = order.slice(0, Math.min(3, classes.length));
   const [left, width, gap] = [118, box.clientWidth < 420 ? 150 : 300, 22];
-  const height = leaders.length * (3 * gap + 14) + 22;
+  const height = leaders.length * (2 * gap + 14) + 22;
   const x = (value) => left + value * width;
   const parts = [];
   for (const value of [0, 0.25, 0.5, 0.75, 1]) {
     parts.push(svg("path", { class: "grid", d: `M${x(value)} 2V${height - 20}` }), text(x(value), height - 4, `${100 * value}${value === 1 ? " %" : ""}`, { "text-anchor": "middle" }));
   }
   leaders.forEach((place, group) => {
-    const top = group * (3 * gap + 14) + 14;
-    parts.push(text(0, top + gap + 4, classes[place].slice(0, 10), { class: "strong" }));
+    const top = group * (2 * gap + 14) + 14;
+    parts.push(text(0, top + gap / 2 + 4, classes[place].slice(0, 10), { class: "strong" }));
     sources.forEach(([kind, name, source], line) => {
       const y = top + line * gap;
       const bar = svg("g", { class: `fusion-line ${kind}` });
       bar.append(svg("line", { x1: x(source.lower[place]), x2: x(source.upper[place]), y1: y, y2: y }));
-      const mark = kind === "naive" ? svg("rect", { x: x(source.pmf[place]) - 4, y: y - 4, width: 8, height: 8 }) : svg("circle", { cx: x(source.pmf[place]), cy: y, r: 4.5 });
+      const mark = svg("circle", { cx: x(source.pmf[place]), cy: y, r: 4.5 });
       bar.append(mark, text(left - 10, y + 4, name, { "text-anchor": "end" }));
       const value = text(left + width + 8, y + 4, percent(source.pmf[place]), { class: kind === "fused" ? "strong" : "" });
       value.dataset.kind = kind;
