@@ -23,6 +23,8 @@ _MIRRORED_ROWS = 512
 _ADDED_NUMBERS = 2**20
 # Vectors and steps of a subspace iteration: enough to tell an eigenvalue that is 5 % above all others.
 _SUBSPACE, _SUBSPACE_STEPS = 8, 8
+# A condition number at which an inverse by Cholesky factors is as good as one by eigenvalues to 1e-11.
+_WELL_CONDITIONED = 1e5
 # Matrices of a batch that are processed together.
 _SHARED_MATRICES = 64
 # Columns of a root, as a multiple of its rows, that are collected before they are reduced.
@@ -203,6 +205,25 @@ def inverse(
             f"{float(eigenvalues.max()):.3g}), so it has no inverse. Expected a positive definite covariance."
         )
     return symmetric((vectors / eigenvalues[..., None, :]) @ vectors.mT)
+
+
+def quick_inverse(
+    covariance: Float[Tensor, "*B n n"], *, name: str, rounding: float | None = None
+) -> Float[Tensor, "*B n n"]:
+    """`inverse` by Cholesky factors, several times quicker, where these show that no matrix is near to singular.
+
+    tr A · tr A⁻¹ is at least the condition number. Where that could exceed `_WELL_CONDITIONED`, or what the rounding of
+    the entries allows, eigenvalues decide, as in `inverse`.
+    """
+    covariance = symmetric(covariance.double())
+    lower, failures = torch.linalg.cholesky_ex(covariance)
+    if not bool(failures.any()):
+        result = torch.cholesky_inverse(lower)
+        traces = [matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (covariance, result)]
+        eps = torch.finfo(torch.float64).eps if rounding is None else rounding
+        if bool((traces[0] * traces[1] < min(_WELL_CONDITIONED, 1 / (covariance.shape[-1] * eps))).all()):
+            return symmetric(result)
+    return inverse(covariance, name=name, rounding=rounding)
 
 
 def eigenvectors(

@@ -144,7 +144,7 @@ class Track:
         """Λ⁻¹ ξ and Λ⁻¹."""
         if self.frames == 0:
             raise DataError("The track has no frames yet; expected at least one. Add one with track.add(x).")
-        covariance = linalg.inverse(self._information, name="The information of the track")
+        covariance = linalg.quick_inverse(self._information, name="The information of the track")
         return covariance @ self._vector, covariance
 
     def _widened(self, covariances: Float[Tensor, "C d d"]) -> Float[Tensor, "C d d"]:
@@ -386,7 +386,7 @@ def precisions_of(
 ) -> Float[Tensor, "C d d"]:
     """P_c⁻¹; `SingularCovarianceError` with what to do about it where a frame is certain."""
     try:
-        return linalg.inverse(covariances, name=name, rounding=rounding)
+        return linalg.quick_inverse(covariances, name=name, rounding=rounding)
     except SingularCovarianceError as error:
         raise SingularCovarianceError(f"{error} {_CERTAIN}") from None
 
