@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, cast, overload
 
 import torch
 from torch import nn
@@ -119,14 +119,14 @@ def load(
     a position or a key is in the file. Without `unpack`, batches are read as if the fit had had none.
     """
     contents = _read(path)
-    if contents.kind == "fusion" or not isinstance(model, nn.Module):
+    if contents.kind == "fusion" or isinstance(model, (list, tuple)):
         return _fusion(contents, model, classes, unpack, output)
     if contents.kind != "posterior":
         raise FileError(
             f"{contents.path} holds {_noun(contents.kind)}, not a posterior. Use errbar.merge([path]) and "
             "errbar.condition(information, prior, model=model)."
         )
-    return _posterior(contents, model, classes, unpack, output)
+    return _posterior(contents, cast("nn.Module", model), classes, unpack, output)
 
 
 def merge(paths: Iterable[Path]) -> Information:
