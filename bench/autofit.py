@@ -4,7 +4,8 @@
                             [--device cuda] [--seconds 900] [-o docs/results/autofit.json]
 
 Networks are trained as `errbar reproduce` trains them, and kept beside the output; the halves of the ResNets' test data
-are those of the runs there. Results of earlier calls stay in the file.
+are those of the runs there, and their training data, which are the same in all of them, are collected once. Results of
+earlier calls stay in the file.
 """
 
 from __future__ import annotations
@@ -52,10 +53,20 @@ def main() -> None:
     options = parser.parse_args()
     device, folder = torch.device(options.device), options.output.parent / "networks"
     for name in options.names:
+        collected = None
         for seed in range(options.runs) if options.only is None else [options.only]:
             network, problem, groups = prepared(name, options.data, seed, device, folder)
+            if name in DEPTHS and options.only is None:
+                collected = collected or automatic.collected(network, problem, progress=True)
+                network = next(iter(collected.values())).model
             study = automatic.study(
-                network, problem, groups=groups, seconds=options.seconds, title=f"{name} {seed}", progress=True
+                network,
+                problem,
+                candidates=collected,
+                groups=groups,
+                seconds=options.seconds,
+                title=f"{name} {seed}",
+                progress=True,
             )
             print(name, seed, study["reason"], f"{study['seconds']:.0f} s", flush=True)
             results: dict[str, Any] = {}

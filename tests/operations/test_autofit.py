@@ -269,7 +269,10 @@ def test_the_rows_are_in_order_and_their_differences_are_to_temperature_scaling(
         assert row.prior_by in ("evidence", "nll")
         assert row.seconds > 0 < row.microseconds
     links = {(row.prior_by, row.link) for row in choice.rows}
-    assert links == {(by, link) for by in ("evidence", "nll") for link in ("T, T_c", "T, T_c, c")}
+    assert links <= {(by, link) for by in ("evidence", "nll") for link in ("T, T_c", "T, T_c, c")}
+    assert {("evidence", "T, T_c"), ("nll", "T, T_c")} <= links
+    # A softening of zero is the row without one.
+    assert all((row.softening > 0) == (row.link == "T, T_c, c") for row in choice.rows)
     assert choice.chosen in choice.rows
 
 
@@ -409,6 +412,82 @@ def test_where_nothing_is_as_good_as_temperature_scaling_the_covariance_is_small
     assert 0 <= none.posterior.covariance_scale <= 1
 
 
+def test_information_that_was_collected_already_is_a_candidate(
+    choice: Choice, model: nn.Module, tmp_path: Path
+) -> None:
+    information = errbar.collect(model, [TRAIN], last_layers=1)
+    given = errbar.autofit(model, None, [HELD_OUT], candidates={"mine": information})
+    assert [row.nll for row in given.rows] == [row.nll for row in choice.rows]
+    assert given.posterior.calibration == choice.posterior.calibration
+    assert {row.parameters for row in given.rows} == {"mine"}
+    assert {(row.exact, row.structure, row.fisher) for row in given.rows} == {(True, "dense", "ggn")}
+    information.save(tmp_path / "information.safetensors")
+    merged = errbar.autofit(model, None, [HELD_OUT], candidates=[errbar.merge([tmp_path / "information.safetensors"])])
+    assert [row.nll for row in merged.rows] == pytest.approx([row.nll for row in choice.rows], abs=1e-9)
+    assert {row.parameters for row in merged.rows} == {"information 1"}
+    assert merged.posterior.model is model
+
+
+def test_information_and_keywords_can_be_mixed(model: nn.Module) -> None:
+    information = errbar.collect(model, [TRAIN], last_layers=1)
+    both = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=[information, {"last_layers": 2}])
+    assert {row.parameters for row in both.rows} == {"information 1", "last 2 layers"}
+
+
+def test_a_prior_too_weak_for_a_root_is_left_out_and_the_others_are_tried(
+    choice: Choice, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = module.held_out_of_gaussians, []
+
+    def fails_once(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise errbar.CovarianceError("The covariance of the logits is not positive semi-definite: adding 1e-04.")
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "held_out_of_gaussians", fails_once)
+    found = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE)
+    assert {row.prior_by for row in found.rows} == {"nll"}
+    assert found.not_tried == ()
+
+
+def test_a_candidate_without_a_covariance_is_named_and_the_next_is_tried(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = module.held_out_of_gaussians, []
+
+    def fails_at_first(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) <= 3:
+            raise errbar.CovarianceError("The covariance of the logits is not positive semi-definite: adding 1e-04.")
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "held_out_of_gaussians", fails_at_first)
+    found = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=[*ONE, {"last_layers": 2}])
+    assert {row.parameters for row in found.rows} == {"last 2 layers"}
+    assert found.not_tried == ("last layer, dense: The covariance of the logits is not positive semi-definite.",)
+    calls.clear()
+    monkeypatch.setattr(module, "held_out_of_gaussians", fails_at_first)
+    with pytest.raises(errbar.CovarianceError, match="No candidate has a covariance that can be used"):
+        errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE)
+
+
+def test_what_does_not_fit_into_the_memory_of_the_device_is_tried_alone_and_then_named(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.collect_several
+
+    def limited(requests: Any, *arguments: Any, **options: Any) -> Any:
+        if len(requests) > 1 or requests[0].last_layers == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(requests, *arguments, **options)
+
+    monkeypatch.setattr(module, "collect_several", limited)
+    found = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=[*ONE, {"last_layers": 2}])
+    assert {row.parameters for row in found.rows} == {"last layer"}
+    assert found.not_tried == ("last 2 layers, dense: the memory of the device was not enough.",)
+
+
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -431,7 +510,7 @@ def test_where_nothing_is_as_good_as_temperature_scaling_the_covariance_is_small
         ({"seconds": "soon"}, ArgumentError, "seconds is 'soon'; expected a positive number"),
         ({"seconds": 1e-6}, ArgumentError, r"seconds is 1e-06, and .* a single candidate|the cheapest candidate alone"),
         ({"candidates": []}, ArgumentError, r"candidates is \[\]; expected a list of mappings of keywords"),
-        ({"candidates": {"last_layers": 1}}, ArgumentError, "expected a list of mappings of keywords"),
+        ({"candidates": {"last_layers": 1}}, ArgumentError, "A candidate is 1; expected a mapping of some of last_layers"),
         ({"candidates": ["all"]}, ArgumentError, "A candidate is 'all'; expected a mapping of some of last_layers"),
         ({"candidates": [{"layers": 1}]}, ArgumentError, "A candidate is {'layers': 1}; expected a mapping"),
         ({"candidates": [{"last_layers": 9}]}, ArgumentError, "last_layers"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,15 +26,15 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_seed
 from errbar._model.batch import Batch, Unpack, count_batches, in_order, with_raw
 from errbar._model.network import Output
-from errbar._operations.candidates import Candidate, Question, listed_candidates
-from errbar._operations.choice import Choice, Row, Trial, best_trial, paired
+from errbar._operations.candidates import Candidate, Listed, Question, listed_candidates
+from errbar._operations.choice import Choice, Row, Trial, best_trial, paired, reason_for, reason_without
 from errbar._operations.choose_prior import choose_prior
-from errbar._operations.folds import Groups, divided, group_numbers, require_folds, standard_error
+from errbar._operations.folds import Groups, read_folds, require_folds, standard_error
 from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
 from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
 from errbar._operations.overlap import Overlap
 from errbar._operations.search import calibration_near, largest_covariance
-from errbar._posterior.collect import collect, collect_several
+from errbar._posterior.collect import Request, collect, collect_several
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, logits_of_each
 from errbar._posterior.prior import Prior
@@ -52,6 +52,9 @@ _SHARE_OF_PASS, _SHARE_AT_END = 0.4, 0.08
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
 
 
+_NO_ROOT = "The covariance of the logits is not positive semi-definite."
+
+
 class _TimeIsUpError(Exception):
     """The limit of `seconds` is reached."""
 
@@ -61,7 +64,7 @@ def autofit(
     train: Any,
     held_out: Any,
     *,
-    candidates: Sequence[Any] | None = None,
+    candidates: Sequence[Any] | Mapping[str, Any] | None = None,
     memory: int | None = None,
     seconds: float | None = None,
     folds: int = 5,
@@ -83,9 +86,11 @@ def autofit(
 
     Args:
         model: a trained classifier that returns logits; never modified.
-        train: its training data, as `collect` takes them. An iterator is read into memory.
+        train: its training data, as `collect` takes them. An iterator is read into memory. None if all candidates are
+            Information.
         held_out: data with labels that were not used for training; read once for each candidate.
-        candidates: what to try instead: a list of mappings of keywords of `collect`.
+        candidates: what to try instead: a list of mappings of keywords of `collect`, or of Information that was
+            collected already (over several sites, or for another choice); or a mapping of labels to these.
         memory: bytes that a fit may take; by default nine tenths of what is available.
         seconds: stop after this time with the best so far. `Choice.not_tried` says what was left out.
         folds: of the cross-validation.
@@ -103,12 +108,10 @@ def autofit(
     folds, seed = require_folds(folds), require_seed(seed)
     train_data = list(train) if isinstance(train, Iterator) else train
     held_out_data = in_order(held_out)
-    example, first = next(with_raw(train_data, unpack), (None, None))
-    if first is None:
-        raise DataError("The training data are empty: expected at least one batch.")
-    question = Question(model, example, _count(train_data, first), memory, limit, unpack, output)
-    search = _Search(team, train_data, held_out_data, unpack, limit, seed, progress and team.leads)
-    search.read_groups(groups, folds)
+    question = _question(model, train_data, listed, memory, limit, unpack, output)
+    device = next(model.parameters()).device
+    search = _Search(team, train_data, held_out_data, device, unpack, limit, seed, progress and team.leads)
+    search.groups, search.folds = read_folds(team, held_out_data, unpack, groups, folds, seed)
     tried, left_out = team.together(lambda: question.candidates(listed))
     tried, left_out = _same_everywhere(team, tried, left_out)
     if not tried:
@@ -119,7 +122,28 @@ def autofit(
             f"{tried[0].fit_seconds(question.samples or 1):.0f} s to fit; expected more time, or fewer training data."
         )
     search.try_all(tried)
+    if not search.tried:
+        raise CovarianceError("No candidate has a covariance that can be used. " + " ".join(search.not_tried))
     return search.choice(left_out)
+
+
+def _question(
+    model: nn.Module,
+    train: Any,
+    listed: tuple[Listed, ...] | None,
+    memory: int | None,
+    seconds: float | None,
+    unpack: Unpack | None,
+    output: Output,
+) -> Question:
+    if listed is not None and all(isinstance(candidate, Information) for _, candidate in listed):
+        return Question(model, None, None, memory, seconds, unpack, output)
+    if train is None:
+        raise DataError("The training data are None; expected batches, because a candidate is yet to be collected.")
+    example, first = next(with_raw(train, unpack), (None, None))
+    if first is None:
+        raise DataError("The training data are empty: expected at least one batch.")
+    return Question(model, example, _count(train, first), memory, seconds, unpack, output)
 
 
 def _require_seconds(seconds: object) -> float | None:
@@ -143,14 +167,15 @@ def _same_everywhere(team: Team, candidates: list[Candidate], left_out: list[str
     """The candidates of the first rank, whose times and memory decide for all."""
     if team.is_alone:
         return candidates, left_out
-    facts = [(c.label, c.request.structure, c.request.fisher) for c in candidates]
+    facts = [(c.label, c.structure, c.fisher) for c in candidates]
     chosen, left_out = team.broadcast((facts, left_out))
-    own = {(c.label, c.request.structure): c for c in candidates}
+    own = {(c.label, c.structure): c for c in candidates}
     same = []
     for label, structure, fisher in chosen:
         if (label, structure) in own:
             candidate = own[label, structure]
-            same.append(replace(candidate, request=replace(candidate.request, fisher=fisher)))
+            request = None if candidate.request is None else replace(candidate.request, fisher=fisher)
+            same.append(replace(candidate, fisher=fisher, request=request))
     return same, left_out
 
 
@@ -172,6 +197,7 @@ class _Search:
     team: Team
     train: Any
     held_out: Any
+    device: torch.device
     unpack: Unpack | None
     seconds: float | None
     seed: int
@@ -198,52 +224,6 @@ class _Search:
         if self.team.is_alone and self.left() < 0:
             raise _TimeIsUpError
 
-    def read_groups(self, groups: Groups | None, folds: int) -> None:
-        """The folds, from one look at the held-out batches; their labels are checked later, with the classes."""
-        own: list[Any] = []
-        count = 0
-
-        def read() -> None:
-            nonlocal count
-            for value, batch in with_raw(self.held_out, self.unpack):
-                if batch.labels is None:
-                    raise DataError(
-                        "The held-out data have no labels; expected batches (x, labels): cross-validation needs them."
-                    )
-                count += len(batch)
-                if callable(groups):
-                    own.extend(_listed(groups(value)))
-
-        if self.team.is_alone:
-            read()
-            values: Sequence[Any] = range(count) if groups is None else own if callable(groups) else groups
-        else:
-            values, count = self._groups_of_ranks(groups, own)
-        if count == 0:
-            raise DataError("The held-out data are empty: expected at least one batch with labels.")
-        self.groups = group_numbers(values, count)
-        self.folds = divided(self.groups, folds, self.seed)
-
-    def _groups_of_ranks(self, groups: Groups | None, own: list[Any]) -> tuple[Sequence[Any], int]:
-        """Groups in the order in which the held-out inputs of all ranks are gathered. A collective call."""
-        if groups is not None and not callable(groups):
-            raise ArgumentError(
-                "groups is a list of values, and several processes divide the held-out data; expected a function from "
-                "a batch to the values of its samples."
-            )
-        stream = opened(self.held_out, None, self.team)
-        sizes = 0
-        for batch in stream:
-            if batch.labels is None:
-                raise DataError("The held-out data have no labels; expected batches (x, labels).")
-            sizes += len(batch)
-            if callable(groups):
-                own.extend(_listed(groups((*batch.args, batch.labels))))
-        parts = self.team.exchange((sizes, own))
-        count = sum(size for size, _ in parts)
-        joined = [value for _, values in parts for value in values]
-        return (joined if callable(groups) else range(count)), count
-
     # ------------------------------------------------------------------------------------------------- trying
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
@@ -263,9 +243,7 @@ class _Search:
                         f"seconds is {self.seconds:g}, and that was not enough for a single candidate "
                         f"({now[0].label}); expected more time, or fewer data."
                     ) from None
-                self.not_tried += [
-                    f"{c.label}, {c.request.structure}: the time was up." for c in now if not self._has(c)
-                ]
+                self.not_tried += [f"{c.name}: the time was up." for c in now if not self._has(c)]
 
     def _has(self, candidate: Candidate) -> bool:
         return any(tried.candidate is candidate for tried in self.tried)
@@ -275,16 +253,16 @@ class _Search:
 
     def _expected(self, candidate: Candidate) -> float:
         """Seconds of a fit and of all that follows, as far as these are known."""
-        inputs = len(self.groups) * candidate.option.predict_seconds_per_input
+        inputs = candidate.predict_seconds(len(self.groups))
         return candidate.fit_seconds(self._samples()) + inputs + self.judging
 
     def _together(self, waiting: Sequence[Candidate]) -> int:
         """How many of the next candidates share a pass; 0 if there is no time for the next one."""
         left = self.left()
         if left == float("inf"):
-            room, count, used = usable_bytes(waiting[0].device), 0, 0
+            room, count, used = usable_bytes(self.device), 0, 0
             for candidate in waiting:
-                used += candidate.option.fit_bytes
+                used += candidate.fit_bytes
                 if count and used > room:
                     break
                 count += 1
@@ -295,28 +273,45 @@ class _Search:
 
     def _too_long(self, candidate: Candidate) -> str:
         return (
-            f"{candidate.label}, {candidate.request.structure}: it would take about {self._expected(candidate):.0f} s, "
-            f"and {max(self.left(), 0):.0f} s were left."
+            f"{candidate.name}: it would take about {self._expected(candidate):.0f} s, and {max(self.left(), 0):.0f} s "
+            "were left."
         )
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
-        names = " and ".join(f"{candidate.label} ({candidate.request.structure})" for candidate in candidates)
+        names = " and ".join(f"{candidate.label} ({candidate.structure})" for candidate in candidates)
         note(f"Trying {names}", enabled=self.progress)
-        for candidate, (information, seconds) in zip(candidates, self._collected(candidates), strict=True):
+        try:
+            found = self._collected(candidates)
+        except torch.OutOfMemoryError:
+            # The plan of the memory was wrong, or another process has taken some of it since.
+            if len(candidates) > 1:
+                for candidate in candidates:
+                    self._try([candidate])
+            else:
+                self.not_tried.append(f"{candidates[0].name}: the memory of the device was not enough.")
+            return
+        for candidate, (information, seconds) in zip(candidates, found, strict=True):
             start = time.monotonic()
-            self._judge(candidate, information, seconds)
+            try:
+                self._judge(candidate, information, seconds)
+            except (CovarianceError, torch.OutOfMemoryError) as error:
+                self.not_tried.append(f"{candidate.name}: {_first_sentence(error)}")
             self.judging = max(self.judging, time.monotonic() - start)
 
     def _collected(self, candidates: Sequence[Candidate]) -> list[tuple[Information, float]]:
+        """The information of each, and the seconds that it took."""
+        missing = [candidate.request for candidate in candidates if candidate.request is not None]
+        found = iter(self._collected_of(missing) if missing else [])
+        return [next(found) if one.information is None else (one.information, 0.0) for one in candidates]
+
+    def _collected_of(self, requests: Sequence[Request]) -> list[tuple[Information, float]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StructureNotice)
             if self.team.is_alone:
-                requests = [candidate.request for candidate in candidates]
                 return collect_several(requests, self.train, progress=self.progress, tick=self.tick)
             results = []
-            for candidate in candidates:
+            for request in requests:
                 begin = time.monotonic()
-                request = candidate.request
                 information = collect(
                     request.model,
                     self.train,
@@ -340,16 +335,18 @@ class _Search:
         begin = time.monotonic()
         by_evidence, others = self._posteriors(information)
         condition_seconds = (time.monotonic() - begin) / (len(others) + 1)
-        posteriors = [by_evidence, *others]
-        variants, microseconds = self._variants(posteriors)
+        posteriors, variants, microseconds = self._variants([by_evidence, *others])
         if self.scaling is None:
             self._judge_baselines(variants[0])
         kind = "evidence" if information.log_likelihood is not None else "default"
-        self.cheapest = self.cheapest or (by_evidence, variants[0])
-        for prior_by, first, last in ((kind, 0, 1), ("nll", 1, len(posteriors))):
+        self.cheapest = self.cheapest or (posteriors[0], variants[0])
+        own = int(posteriors[0] is by_evidence)
+        for prior_by, first, last in ((kind, 0, own), ("nll", own, len(posteriors))):
             if first == last:
                 continue
             for link in self._judged(variants[first:last]):
+                if _repeats(link):
+                    continue
                 index = first + link.variant
                 row = self._row(candidate, posteriors[index], link, prior_by, seconds + condition_seconds, microseconds)
                 self.tried.append(
@@ -392,11 +389,14 @@ class _Search:
                     others.append(other)
         return by_evidence, others
 
-    def _variants(self, posteriors: Sequence[Posterior]) -> tuple[list[HeldOut], float]:
-        """The held-out Gaussians of each posterior from one pass, and the microseconds for an input of one of them."""
+    def _variants(self, posteriors: Sequence[Posterior]) -> tuple[list[Posterior], list[HeldOut], float]:
+        """The held-out Gaussians of each posterior from one pass, and the microseconds for an input of one of them.
+
+        A posterior whose covariance has no root left after rounding (a prior that is too weak) is dropped.
+        """
         seconds, count = 0.0, 0
 
-        def read() -> list[HeldOut] | None:
+        def read() -> list[HeldOut | CovarianceError] | None:
             nonlocal seconds, count
             parts: list[list[LogitGaussian]] = [[] for _ in posteriors]
             labels: list[Tensor] = []
@@ -408,14 +408,25 @@ class _Search:
                 labels.append(labels_for(parts[0][-1], batch))
                 seconds += time.perf_counter() - begin
                 count += len(batch)
-            return [held_out_of_gaussians(part, labels) for part in parts] if labels else None
+            return [_held_out_or_error(part, labels) for part in parts] if labels else None
 
         stream = opened(self.held_out, self.unpack, self.team, title="Held-out data", progress=self.progress)
         overlap = Overlap(posteriors[0].information)
         if not self.cheapest:
             stream = overlap.watching(stream)
         task = posteriors[0].information.task
-        variants = gathered(self.team.together(read), task, self.team, affordable_draws(task.n_classes, _KEPT_DRAWS))
+        parts = self.team.together(read)
+        own = [isinstance(part, HeldOut) for part in parts] if parts else [True] * len(posteriors)
+        usable = [all(flags) for flags in zip(*self.team.exchange(own), strict=True)]
+        kept = [posterior for posterior, is_usable in zip(posteriors, usable, strict=True) if is_usable]
+        if not kept:
+            raise next((part for part in parts or () if isinstance(part, CovarianceError)), CovarianceError(_NO_ROOT))
+        good = (
+            [part for part, ok in zip(parts, usable, strict=True) if ok and isinstance(part, HeldOut)]
+            if parts
+            else None
+        )
+        variants = gathered(good, task, self.team, affordable_draws(task.n_classes, _KEPT_DRAWS))
         if not self.cheapest:
             overlap.warn(self.team, stacklevel=6)
         elif not torch.equal(self.cheapest_held_out.labels, variants[0].labels):
@@ -423,7 +434,7 @@ class _Search:
                 "The held-out data came in another order than before; expected the same samples in the same order each "
                 "time they are read. Pass a Dataset, a list of batches, or a DataLoader that does not shuffle."
             )
-        return variants, 1e6 * seconds / max(count, 1) / len(posteriors)
+        return kept, variants, 1e6 * seconds / max(count, 1) / len(posteriors)
 
     def _gaussians(self, posteriors: Sequence[Posterior], batch: Batch) -> list[LogitGaussian]:
         """Without calibration; by draws of the parameters where there are so many classes that this is quicker."""
@@ -464,14 +475,14 @@ class _Search:
         return replace(
             row,
             structure=posterior.information.structure,
-            fisher=candidate.request.fisher,
+            fisher=candidate.fisher,
             n_parameters=posterior.information.n_parameters,
-            exact=candidate.option.exact,
+            exact=candidate.exact,
             prior=float(precision),  # type: ignore[arg-type]
             prior_by=prior_by,
             seconds=seconds,
             microseconds=microseconds,
-            bytes=candidate.option.posterior_bytes,
+            bytes=candidate.posterior_bytes,
         )
 
     # ----------------------------------------------------------------------------------------------- choosing
@@ -487,19 +498,19 @@ class _Search:
         if best is None:
             posterior, at = (
                 self.cheapest[0],
-                self._final(lambda: largest_covariance(self.cheapest_held_out, 200, self.seed)),
+                self._final(lambda: largest_covariance(self.cheapest_held_out, self._final_draws(), self.seed)),
             )
-            reason = _reason_without(rows, at)
+            reason = reason_without(rows, at)
         else:
             tried = next(tried for tried in self.tried if tried.trial is best)
             row = best.row
-            final_draws = affordable_draws(tried.posterior.information.n_classes, _FINAL_DRAWS)
+            final_draws = self._final_draws()
             near = Calibration(row.temperature, row.covariance_scale, row.softening)
             posterior, at = (
                 tried.posterior,
                 self._final(lambda: calibration_near(tried.held_out, tried.names, near, final_draws, self.seed)),
             )
-            reason = _reason_for(row, rows)
+            reason = reason_for(row, rows)
         return Choice(
             posterior=posterior.with_calibration(**at.described()),
             rows=rows,
@@ -509,6 +520,11 @@ class _Search:
             not_tried=(*left_out, *self.not_tried),
             temperature_scaling=self.cheapest[0].with_calibration(**scaling_calibration.described()),
         )
+
+    def _final_draws(self) -> int:
+        """Those of `predict`, where they can be afforded: what is fitted to them is not worse with them."""
+        assert self.cheapest is not None
+        return affordable_draws(self.cheapest[0].information.n_classes, _FINAL_DRAWS)
 
     @property
     def cheapest_held_out(self) -> HeldOut:
@@ -527,10 +543,6 @@ class _Search:
 
         result: Calibration = self.team.broadcast(self.team.together(run))
         return result
-
-
-def _listed(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _row_of(name: str, link: str, at: Calibration, own: Scores, scaling: Scores, groups: Int[Tensor, "N"]) -> Row:
@@ -557,33 +569,21 @@ def _row_of(name: str, link: str, at: Calibration, own: Scores, scaling: Scores,
     )
 
 
-def _reason_for(row: Row, rows: Sequence[Row]) -> str:
-    best = rows[0]
-    fitted = row.link if row.prior_by == "default" else f"{row.link} and the prior by {row.prior_by}"
-    start = f"Chosen: {row.parameters} ({row.structure}), with {fitted}: {_against(row)}"
-    if row is best:
-        return f"{start}, the best of {len(rows)}."
-    return (
-        f"{start}. The best by NLL ({best.parameters}, {best.structure}, {best.link}, {best.difference:+.4f}) is not "
-        f"better by more than the standard error, and this one has {_advantage(row, best)}."
-    )
+def _held_out_or_error(
+    gaussians: Sequence[LogitGaussian], labels: Sequence[Int[Tensor, "B"]]
+) -> HeldOut | CovarianceError:
+    try:
+        return held_out_of_gaussians(gaussians, labels)
+    except CovarianceError as error:
+        return error
 
 
-def _advantage(row: Row, best: Row) -> str:
-    """By which step of the rule the row comes before the best."""
-    if row.n_parameters * row.exact > best.n_parameters * best.exact:
-        return "more parameters in an exact structure"
-    return "a softening" if row.softening and not best.softening else "a prior that the held-out data did not choose"
+def _repeats(link: Judged) -> bool:
+    """Whether a link with a softening came out without one, which is the link without it again."""
+    return "softening" in link.names and link.calibration.softening == 0
 
 
-def _against(row: Row) -> str:
-    return f"NLL {row.nll:.4f} out of fold, {row.difference:+.4f} against temperature scaling"
-
-
-def _reason_without(rows: Sequence[Row], at: Calibration) -> str:
-    best = f"the best, {rows[0].parameters}, has {rows[0].difference:+.4f} nats"
-    start = f"No candidate is as good as temperature scaling ({best})"
-    if at.covariance_scale == 0:
-        return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
-    scale = f"{at.covariance_scale:.2g}"
-    return f"{start}: this is the cheapest one, with the largest T_c that costs at most 0.0003, {scale}."
+def _first_sentence(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the memory of the device was not enough."
+    return str(error).split(": ")[0].split(". ")[0].rstrip(".") + "."

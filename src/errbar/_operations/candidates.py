@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from errbar._model.batch import Unpack
 from errbar._model.network import Output
+from errbar._planning.choice import cost_of
 from errbar._planning.plan import Option, plan
 from errbar._posterior.collect import Request
-from errbar.errors import ArgumentError, ErrbarError
+from errbar._posterior.information import Information
+from errbar.errors import ArgumentError, ErrbarError, MismatchError
 
 # The whole network by what fits any memory; the others exactly where that fits, or as `auto` mixes.
 _DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -31,37 +32,75 @@ _PATIENCE, _PATIENT_SHARE = 300.0, 0.35
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """What to collect, and what that costs by the plan."""
+    """What to collect and what that costs by the plan; or information that was collected already."""
 
     label: str
-    request: Request
-    option: Option
+    structure: str
+    fisher: str
+    exact: bool
+    posterior_bytes: int
+    request: Request | None = None
+    option: Option | None = None
+    information: Information | None = None
+
+    @classmethod
+    def planned(cls, label: str, request: Request, option: Option) -> Candidate:
+        structure = option.structure if request.structure == "auto" else str(request.structure)
+        return cls(label, structure, request.fisher, option.exact, option.posterior_bytes, request, option)
+
+    @classmethod
+    def collected(cls, label: str, information: Information) -> Candidate:
+        cost = cost_of(information.task)
+        exact, size = (information.structure == "dense", 0) if cost is None else (cost.exact, cost.posterior_bytes)
+        return cls(label, information.structure, information.fisher, exact, size, information=information)
 
     @property
-    def device(self) -> torch.device:
-        return next(self.request.model.parameters()).device
+    def name(self) -> str:
+        return f"{self.label}, {self.structure}"
+
+    @property
+    def fit_bytes(self) -> int:
+        return 0 if self.option is None else self.option.fit_bytes
 
     def fit_seconds(self, samples: float) -> float:
+        if self.option is None:
+            return 0.0
         return self.option.fit_seconds_per_sample * samples + self.option.seconds_once
 
+    def predict_seconds(self, inputs: int) -> float:
+        return 0.0 if self.option is None else self.option.predict_seconds_per_input * inputs
 
-def listed_candidates(candidates: object) -> tuple[tuple[str, dict[str, Any]], ...] | None:
+
+Listed = tuple[str, dict[str, Any] | Information]
+
+
+def listed_candidates(candidates: object) -> tuple[Listed, ...] | None:
     """The candidates of a user, with a label each; None for the usual ones."""
     if candidates is None:
         return None
-    if not isinstance(candidates, Sequence) or isinstance(candidates, str) or not candidates:
+    if isinstance(candidates, Mapping):
+        named = [(str(label), candidate) for label, candidate in candidates.items()]
+    elif isinstance(candidates, Sequence) and not isinstance(candidates, str):
+        named = [("", candidate) for candidate in candidates]
+    else:
+        named = []
+    if not named:
         raise ArgumentError(
             f"candidates is {candidates!r}; expected a list of mappings of keywords of errbar.collect, for example "
-            "[{'last_layers': 1}, {'parameters': 'vectors', 'structure': 'block'}]."
+            "[{'last_layers': 1}, {'parameters': 'vectors', 'structure': 'block'}], or of Information; or a mapping of "
+            "labels to these."
         )
-    listed = []
-    for candidate in candidates:
+    listed: list[Listed] = []
+    for number, (label, candidate) in enumerate(named, 1):
+        if isinstance(candidate, Information):
+            listed.append((label or f"information {number}", candidate))
+            continue
         if not isinstance(candidate, Mapping) or not set(candidate) <= set(_KEYWORDS):
             raise ArgumentError(
                 f"A candidate is {candidate!r}; expected a mapping of some of {', '.join(_KEYWORDS)} to values, as "
-                "errbar.collect takes them."
+                "errbar.collect takes them, or the Information that it returned."
             )
-        listed.append((_label(candidate), dict(candidate)))
+        listed.append((label or _label(candidate), dict(candidate)))
     return tuple(listed)
 
 
@@ -86,11 +125,14 @@ class Question:
     unpack: Unpack | None
     output: Output
 
-    def candidates(self, listed: tuple[tuple[str, dict[str, Any]], ...] | None) -> tuple[list[Candidate], list[str]]:
+    def candidates(self, listed: tuple[Listed, ...] | None) -> tuple[list[Candidate], list[str]]:
         """Those that fit into memory, the cheapest first; and why others are left out."""
         found: list[Candidate] = []
         left_out: list[str] = []
         for label, keywords in listed or _DEFAULTS:
+            if isinstance(keywords, Information):
+                found.append(Candidate.collected(label, self._own(keywords)))
+                continue
             try:
                 candidate = self._candidate(label, keywords, may_draw=listed is None)
             except ErrbarError as error:
@@ -106,6 +148,17 @@ class Question:
                 found.append(candidate)
         return sorted(found, key=lambda candidate: candidate.fit_seconds(self.samples or 1)), left_out
 
+    def _own(self, information: Information) -> Information:
+        """Of this network; what came from a file has none."""
+        if not information.network.has_model:
+            return information.with_model(self.model)
+        if information.model is not self.model:
+            raise MismatchError(
+                "A candidate is Information about another model; expected Information that errbar.collect made with "
+                "this one."
+            )
+        return information
+
     def _candidate(self, label: str, keywords: dict[str, Any], *, may_draw: bool) -> Candidate | None:
         request = Request(self.model, **keywords, unpack=self.unpack, output=self.output)
         option = self._option(request)
@@ -120,7 +173,7 @@ class Question:
         if option.exact:
             # Where nothing exact fits, `auto` may mix.
             request = replace(request, structure=option.structure)
-        return Candidate(label, request, option)
+        return Candidate.planned(label, request, option)
 
     def _option(self, request: Request) -> Option | None:
         """The first structure of the plan that fits; the structure that was asked for unless that is "auto"."""
@@ -144,4 +197,6 @@ class Question:
 def _is_same(candidate: Candidate, other: Candidate) -> bool:
     """Whether the same parameters take part in the same way: selections of the usual candidates contain each other."""
     own, others = candidate.option, other.option
+    if own is None or others is None:
+        return False
     return (own.n_parameters, own.structure) == (others.n_parameters, others.structure)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.memory import readable
+from errbar._distributions.calibration import Calibration
 from errbar._files.choice_table import ChoiceTable
 from errbar._files.save import save_posterior
 from errbar._operations.folds import standard_error
@@ -231,3 +232,35 @@ def table_of(choice: Choice) -> str:
         for line in cells
     ]
     return "\n".join([*lines, choice.reason, *(f"Not tried: {note}" for note in choice.not_tried)])
+
+
+def reason_for(row: Row, rows: Sequence[Row]) -> str:
+    best = rows[0]
+    fitted = row.link if row.prior_by == "default" else f"{row.link} and the prior by {row.prior_by}"
+    start = f"Chosen: {row.parameters} ({row.structure}), with {fitted}: {_against(row)}"
+    if row is best:
+        return f"{start}, the best of {len(rows)}."
+    return (
+        f"{start}. The best by NLL ({best.parameters}, {best.structure}, {best.link}, {best.difference:+.4f}) is not "
+        f"better by more than the standard error, and this one has {_advantage(row, best)}."
+    )
+
+
+def _advantage(row: Row, best: Row) -> str:
+    """By which step of the rule the row comes before the best."""
+    if row.n_parameters * row.exact > best.n_parameters * best.exact:
+        return "more parameters in an exact structure"
+    return "a softening" if row.softening and not best.softening else "a prior that the held-out data did not choose"
+
+
+def _against(row: Row) -> str:
+    return f"NLL {row.nll:.4f} out of fold, {row.difference:+.4f} against temperature scaling"
+
+
+def reason_without(rows: Sequence[Row], at: Calibration) -> str:
+    best = f"the best, {rows[0].parameters}, has {rows[0].difference:+.4f} nats"
+    start = f"No candidate is as good as temperature scaling ({best})"
+    if at.covariance_scale == 0:
+        return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
+    scale = f"{at.covariance_scale:.2g}"
+    return f"{start}: this is the cheapest one, with the largest T_c that costs at most 0.0003, {scale}."

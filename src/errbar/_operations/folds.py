@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.checks import whole_number
+from errbar._distributed.shards import opened
+from errbar._distributed.team import Team
+from errbar._model.batch import Batch, Unpack, with_raw
 from errbar.errors import ArgumentError, DataError
 
 Groups = Sequence[Any] | Callable[[Any], Sequence[Any]]
@@ -34,6 +37,53 @@ def group_numbers(values: Sequence[Any], count: int) -> Int[Tensor, "N"]:
         raise DataError(f"groups has {len(plain)} values; expected one for each of the {count} held-out samples.")
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in plain])
+
+
+def read_folds(
+    team: Team, held_out: Any, unpack: Unpack | None, groups: Groups | None, folds: int, seed: int
+) -> tuple[Int[Tensor, "N"], list[Int[Tensor, "n"]]]:
+    """The group of each held-out sample, and the rows of each fold, from one look at the batches.
+
+    Labels must be there; they are checked later, with the classes. A collective call.
+    """
+    if not team.is_alone and groups is not None and not callable(groups):
+        raise ArgumentError(
+            "groups is a list of values, and several processes divide the held-out data; expected a function from "
+            "a batch to the values of its samples."
+        )
+    own: list[Any] = []
+    size = 0
+    for value, batch in _raw_batches(team, held_out, unpack):
+        if batch.labels is None:
+            raise DataError(
+                "The held-out data have no labels; expected batches (x, labels): cross-validation needs them."
+            )
+        size += len(batch)
+        if callable(groups):
+            own.extend(_listed(groups(value)))
+    # In the order in which the held-out inputs of all ranks are gathered.
+    parts = team.exchange((size, own))
+    count = sum(part for part, _ in parts)
+    if count == 0:
+        raise DataError("The held-out data are empty: expected at least one batch with labels.")
+    values: Sequence[Any] = range(count) if groups is None else groups if not callable(groups) else ()
+    if callable(groups):
+        values = [value for _, part in parts for value in part]
+    numbers = group_numbers(values, count)
+    return numbers, divided(numbers, folds, seed)
+
+
+def _raw_batches(team: Team, held_out: Any, unpack: Unpack | None) -> Iterator[tuple[Any, Batch]]:
+    """The batches as `groups` takes them, and as they are read."""
+    if team.is_alone:
+        yield from with_raw(held_out, unpack)
+        return
+    for batch in opened(held_out, unpack, team):
+        yield (*batch.args, batch.labels), batch
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def divided(groups: Int[Tensor, "N"], folds: int, seed: int) -> list[Int[Tensor, "n"]]:

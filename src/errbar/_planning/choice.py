@@ -13,7 +13,7 @@ from errbar._curvature.mixture import described_structure, is_mixture
 from errbar._curvature.registry import faithfulness, structure_called, structure_names
 from errbar._curvature.structure import Structure, planned_cost
 from errbar._curvature.task import Task
-from errbar._curvature.workload import Workload
+from errbar._curvature.workload import Cost, Workload
 from errbar._model.selection import Selection
 from errbar._planning.mixing import mixture_that_fits
 from errbar.errors import SizeError, StructureNotice
@@ -54,6 +54,13 @@ def require_fits(task: Task, structure: Structure) -> None:
     peak = planned_cost(structure, _workload(task, task.selection, rank)).peak_bytes
     if peak > usable_bytes(task.network.device):
         raise _refusal(task, task.structure, rank, "")
+
+
+def cost_of(task: Task) -> Cost | None:
+    """What the structure of a task costs; None for a task from a file, which has no layout."""
+    if task.layout is None:
+        return None
+    return planned_cost(structure_called(task.structure), _workload(task, task.selection, task.rank))
 
 
 def _workload(task: Task, selection: Selection, rank: int) -> Workload:

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 import errbar
+from errbar._operations.candidates import Question
+from errbar._posterior.collect import collect_several
 from errbar.experiments.evaluation import evaluate, paired
 from errbar.experiments.methods import batched, of_posterior, tempered
 from errbar.experiments.problem import Problem
@@ -18,10 +20,21 @@ from errbar.experiments.problem import Problem
 BASELINE, CHOSEN = "temperature_nll", "autofit"
 
 
+def collected(network: nn.Module, problem: Problem, *, progress: bool = False) -> dict[str, errbar.Information]:
+    """What `autofit` would collect from the training data, for several choices with other held-out data."""
+    batches = batched(problem.train)
+    question = Question(network, batches[0], len(problem.train.y), None, None, None, None)
+    candidates, _ = question.candidates(None)
+    requests = [candidate.request for candidate in candidates if candidate.request is not None]
+    results = collect_several(requests, batches, progress=progress, tick=lambda: None)
+    return {candidate.name: found for candidate, (found, _) in zip(candidates, results, strict=True)}
+
+
 def study(
     network: nn.Module,
     problem: Problem,
     *,
+    candidates: Mapping[str, errbar.Information] | None = None,
     groups: Sequence[int] | None = None,
     seconds: float | None = None,
     title: str = "autofit",
@@ -30,7 +43,7 @@ def study(
     """The choice, and its scores on test data, outliers and shifted test data, with those of temperature scaling.
 
     T by NLL on the validation data, which are the held-out data of `autofit` too; `groups` say which of them belong
-    together.
+    together. `candidates` are those of `collected`, if that was called already.
     """
     start = time.perf_counter()
     with warnings.catch_warnings():
@@ -40,6 +53,7 @@ def study(
             network,
             batched(problem.train),
             batched(problem.validation),
+            candidates=candidates,
             groups=groups,
             seconds=seconds,
             progress=progress,
