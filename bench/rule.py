@@ -5,7 +5,7 @@ made-up covariances, of several sizes and "exact" or not) can only be as good. F
 share of problems in which the rule took a candidate, and the excess of its NLL over temperature scaling on fresh data
 (median, 95th percentile, most).
 
-    python bench/rule.py [--repetitions 100] [-o bench/results/rule.json]
+    python bench/rule.py [--repetitions 100] [--processes 2] [-o bench/results/rule.json]
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import json
 import statistics
 import warnings
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ def excess(count: int, seed: int) -> tuple[bool, float]:
     scaling, scores = scaled_softmax(tried[0][2], folds)
     best = best_trial([trial for trial, *_ in tried], scores.losses, torch.arange(count))
     if best is None:
-        number, at = 0, largest_covariance(tried[0][2], 200, 0)
+        number, at = 0, largest_covariance(tried[0][2], 1000, 0)
     else:
         _, judgement, held_out, number = next(one for one in tried if one[0] is best)
         at = calibration_near(held_out, judgement.names, judgement.calibration, 400, 0)
@@ -78,18 +80,22 @@ def excess(count: int, seed: int) -> tuple[bool, float]:
     return best is not None, mine - theirs
 
 
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=100)
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--processes", type=int, default=1, help="with one thread each")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
     rows = []
     for count in (300, 1000, 3000):
-        results = [
-            excess(count, seed)
-            for seed in track(range(options.repetitions), f"{count} held-out inputs", total=options.repetitions)
-        ]
+        with get_context("spawn").Pool(options.processes, quiet) as pool:
+            found = pool.imap(partial(excess, count), range(options.repetitions))
+            results = list(track(found, f"{count} held-out inputs", total=options.repetitions))
         costs = sorted(cost for _, cost in results)
         worse = [cost for cost in costs if cost > 3e-4]
         rows.append(

@@ -66,6 +66,7 @@ class CoverageSettings:
     levels: tuple[float, ...] = (0.5, 0.8, 0.95)
     samples: int = 1000
     calibration_samples: int = 200
+    autofit_redraws: int = 0
     seed: int = 0
 
 
@@ -83,6 +84,7 @@ NETWORK = CoverageSettings(
     parameters=("last two layers", "all"),
     calibrations=((), ("covariance_scale",), ("temperature", "covariance_scale")),
     sampled=("logits", "parameters"),
+    autofit_redraws=20,
 )
 
 
@@ -124,17 +126,42 @@ def coverage(settings: CoverageSettings = LOGISTIC, *, device: str = "cpu", prog
                 # Parameters are sampled without calibration only: T and T_c are fitted to what the delta method says.
                 for space in settings.sampled[: 1 if scales_to_fit else None]:
                     prediction = PREDICT[space](calibrated_posterior, redraws.points, settings.samples, seed=redraw)
-                    inside = [(low <= truth) & (truth <= high) for low, high in map(prediction.interval, levels)]
-                    shares = [float(mask.double().mean()) for mask in inside]
-                    scales = calibrated_posterior.temperature, calibrated_posterior.covariance_scale, at_bound
-                    outcome = prediction.pmf, prediction.std, shares, distance, *scales
+                    outcome = _outcome(prediction, truth, levels, distance, calibrated_posterior, at_bound)
                     outcomes.setdefault((parameters, fisher, scales_to_fit, space), []).append(outcome)
+        if redraw < settings.autofit_redraws:
+            chosen = _chosen(redraws, redraw, held_out)
+            prediction = chosen.predict(redraws.points, settings.samples, seed=redraw)
+            distance = distance_to_optimum(chosen, redraws.x[redraw], redraws.y[redraw])
+            outcome = _outcome(prediction, truth, levels, distance, chosen, at_bound=False)
+            outcomes.setdefault(("chosen", "ggn", ("autofit",), "logits"), []).append(outcome)
     names = ("parameters", "fisher", "fitted", "sampled")
     rows = [
         dict(zip(names, case, strict=True)) | _summary(case_outcomes, truth, levels)
         for case, case_outcomes in outcomes.items()
     ]
     return {"settings": asdict(settings), "results": rows}
+
+
+def _outcome(
+    prediction: errbar.Prediction,
+    truth: Float[Tensor, "B M"],
+    levels: Sequence[float],
+    distance: float,
+    posterior: errbar.Posterior,
+    at_bound: bool,
+) -> Outcome:
+    inside = [(low <= truth) & (truth <= high) for low, high in map(prediction.interval, levels)]
+    shares = [float(mask.double().mean()) for mask in inside]
+    scales = posterior.temperature, posterior.covariance_scale, at_bound
+    return prediction.pmf, prediction.std, shares, distance, *scales
+
+
+def _chosen(redraws: Redraws, redraw: int, held_out: Any) -> errbar.Posterior:
+    """What `autofit` makes of a re-draw, whose model it takes as any other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        train = [(redraws.x[redraw], redraws.y[redraw])]
+        return errbar.autofit(redraws.models[redraw], train, held_out).posterior
 
 
 def linearisation(posterior: errbar.Posterior, x: Any, samples: int = 10_000, seed: int = 0) -> dict[str, Any]:
@@ -194,7 +221,7 @@ def run(quick: bool = False, progress: bool = False) -> dict[str, Any]:
     logistic, network, samples, repeats, counts = LOGISTIC, NETWORK, 10_000, 20, COUNTS
     if quick:
         logistic = replace(logistic, redraws=40)
-        network = replace(network, redraws=2, steps=200, held_out_size=100, points=20, samples=100)
+        network = replace(network, redraws=2, steps=200, held_out_size=100, points=20, samples=100, autofit_redraws=0)
         samples, repeats, counts = 100, 10, COUNTS[:5]
     studies = {f"logistic_{classes}": replace(logistic, classes=classes) for classes in (2, 3)} | {"network": network}
     first = redraw_and_fit(replace(network, redraws=1))

@@ -119,8 +119,15 @@ def _methods(network: nn.Module, problem: Problem) -> dict[str, Method]:
     }
     norms = [name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)]
     last = next(name for name, module in reversed(list(network.named_modules())) if isinstance(module, nn.Linear))
-    for key, name, parameters in (("last", "last layer", [last]), ("norms", "last layer and norms", [last, *norms])):
-        for fisher in ("eta", "ggn"):
+    both = ("eta", "ggn")
+    selections: tuple[tuple[str, str, Any, tuple[str, ...]], ...] = (
+        ("last", "last layer", [last], both),
+        ("norms", "last layer and norms", [last, *norms], both),
+        # The same parameters in these networks, by one drawn label per picture.
+        ("vectors", "vectors", "vectors", ("sampled",)),
+    )
+    for key, name, parameters, fishers in selections:
+        for fisher in fishers:
             start = time.perf_counter()
             information = errbar.collect(network, batched(problem.train), parameters=parameters, fisher=fisher)
             posterior = max(
