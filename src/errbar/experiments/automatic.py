@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,10 @@ def differences(studies: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
             [{key: 100 * (1 - area) for key, area in each.items()} for each in areas]
         )
     for kind, shift in studies[0]["shift"].items():
+        mean = [
+            {key: statistics.fmean(values[1:]) for key, values in one["shift"][kind]["nll"].items()} for one in studies
+        ]
+        found[f"mean {kind}"] = compared(mean)
         for index, severity in enumerate(shift["severity"]):
             at = [{key: values[index] for key, values in one["shift"][kind]["nll"].items()} for one in studies]
             found[f"{kind} {severity:g}"] = compared(at)

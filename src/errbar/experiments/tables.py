@@ -5,6 +5,7 @@ In the document a table stands between `<!-- table: EXPERIMENT NAME -->` and `<!
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import statistics
@@ -16,6 +17,7 @@ from typing import Any
 
 from errbar._base.atomic import write_file
 from errbar.errors import ArgumentError
+from errbar.experiments.automatic import differences
 from errbar.experiments.evaluation import paired
 
 Result = Mapping[str, Any]
@@ -276,6 +278,44 @@ def structure_table(result: Result) -> Table:
     return Table("Structures: prior by evidence, T and T_c by NLL", headings, tuple(rows))
 
 
+def autofit_table(result: Result) -> Table:
+    """What `autofit` chose for each network, minus temperature scaling on the test data, outliers and shifted data."""
+    rows = []
+    for name, by_seed in result.items():
+        studies = list(by_seed.values())
+        found = differences(studies)
+        areas = [text for text in found if text.startswith("1 − AUROC")]
+        shifts = [f"{kind} {_difference(found[f'mean {kind}'], '+.3f')}" for kind in studies[0]["shift"]]
+        chosen = collections.Counter(_in_words(study["chosen"]) for study in studies)
+        rows.append(
+            (
+                name,
+                "; ".join(f"{text} ({count})" if len(chosen) > 1 else text for text, count in chosen.items()),
+                _difference(found["nll"], "+.4f"),
+                _difference(found["ece"], "+.2f"),
+                ", ".join(f"{text.split(', ')[1]} {_difference(found[text], '+.1f', -1)}" for text in areas),
+                ", ".join(shifts),
+            )
+        )
+    headings = ("network", "chosen", "NLL", "ECE %", "AUROC %, entropy", "NLL under shift")
+    return Table("autofit minus temperature scaling", headings, tuple(rows))
+
+
+def _in_words(chosen: Mapping[str, Any] | None) -> str:
+    if chosen is None:
+        return "none: temperature scaling with a small T_c"
+    structure = "" if chosen["structure"] in chosen["parameters"] else f", {chosen['structure']}"
+    return f"{chosen['parameters']}{structure}: {chosen['link']}, prior by {chosen['prior_by']}"
+
+
+def _difference(difference: Mapping[str, Any], form: str, sign: int = 1) -> str:
+    text = format(sign * difference["mean"], form)
+    if difference["interval"] is None:
+        return text
+    low, high = sorted(sign * bound for bound in difference["interval"])
+    return f"{text} [{format(low, form)}, {format(high, form)}]"
+
+
 TABLES: dict[str, Callable[[Result], Table]] = {
     "scores": score_table,
     "fitted": fitted_table,
@@ -289,6 +329,7 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "classifiers": classifier_table,
     "cleaning": cleaning_table,
     "retraining": retraining_table,
+    "autofit": autofit_table,
 }
 
 
@@ -303,7 +344,9 @@ def available(result: Result) -> list[str]:
         "classifiers": "fusion",
     }
     needs |= {"cleaning": "cleaning", "retraining": "cleaning", "structures": "structures"}
-    return [name for name in TABLES if name not in needs or run.get(needs[name])]
+    # Of all experiments together.
+    shared = {"autofit"}
+    return [name for name in TABLES if name not in shared and (name not in needs or run.get(needs[name]))]
 
 
 def fill(text: str, results: Mapping[str, Result]) -> str:
