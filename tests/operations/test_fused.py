@@ -224,6 +224,11 @@ def test_the_noisier_network_is_found_and_weighed_by_input() -> None:
         assert chosen.nll < choice.table.row(baseline).nll - TOLERANCE
 
 
+def test_groups_are_one_for_each_held_out_input() -> None:
+    with pytest.raises(errbar.DataError, match="groups has 7 values; expected one for each of the 300 held-out"):
+        errbar.calibrate_fusion(pair(), [HELD_OUT], samples=16, groups=range(7))
+
+
 def test_few_held_out_data_give_the_mean_of_the_logits() -> None:
     """Two networks that are equally good, and 25 inputs: no number but T can be told."""
     few = readings_of(count=25, scales=(0.5, 0.5))
@@ -242,6 +247,27 @@ def test_the_rule_takes_the_simplest_within_a_standard_error_and_the_tolerance()
     assert simplest_of_best([best + 5e-4 + 0.1 * (noise - noise.mean()), best]) == 1  # beyond 3e-4
     few = noise[:100] - noise[:100].mean()
     assert simplest_of_best([5e-3 + 0.1 * few, torch.zeros(100).double()]) == 0  # 1.5/N is more
+
+
+def test_inputs_of_one_group_are_not_independent() -> None:
+    """Ten copies of 1,000 inputs tell no more than these: the standard error is √10 times that of 10,000."""
+    noise = draw(1000, seed=8)
+    simple = (2.5e-4 + 0.015 * (noise - noise.mean()) / noise.std()).repeat_interleave(10)
+    rich = torch.zeros(10_000).double()
+    assert simplest_of_best([simple, rich]) == 1  # one standard error is 1.5e-4
+    assert simplest_of_best([simple, rich], torch.arange(1000).repeat_interleave(10)) == 0  # and now 4.7e-4
+
+
+def test_groups_stay_in_one_fold() -> None:
+    once = readings_of(count=60)
+    twice = once.chosen(torch.arange(60).repeat_interleave(2))
+    choices = [
+        best_fusion(once, 5, 0, 32),
+        best_fusion(twice, 5, 0, 32, groups=torch.arange(60).repeat_interleave(2)),
+    ]
+    # With the same folds of objects everything that is without a prior is the same, twice.
+    first, second = (choice.table.row("mean of logits") for choice in choices)
+    assert second.nll == pytest.approx(first.nll, abs=1e-6)
 
 
 def test_networks_without_covariances_are_fused_by_their_logits() -> None:

@@ -7,7 +7,7 @@ cross-validation, with preference for the simple ones: few held-out data give th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from errbar._distributed.team import Team
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_samples, require_seed
 from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, raw_batches, to_batch
-from errbar._operations.folds import divided, require_folds, standard_error
+from errbar._operations.folds import divided, group_numbers, require_folds, standard_error
 from errbar._operations.fused import FusedClassifier, require_posteriors
 from errbar._operations.fusion_table import FusionRow, FusionTable
 from errbar._operations.fusion_variants import (
@@ -54,6 +54,7 @@ def calibrate_fusion(
     posteriors: Sequence[Posterior],
     held_out: Any,
     *,
+    groups: Sequence[Any] | None = None,
     folds: int = 5,
     seed: int = 0,
     samples: int = 128,
@@ -76,6 +77,8 @@ def calibrate_fusion(
         posteriors: one for each network, calibrated or not; networks may differ in all but their classes.
         held_out: batches (x, labels) that took part in no training, with one x for all networks; or
             ([x_1, …], labels) with one input for each network.
+        groups: one value for each held-out input: inputs with equal values, such as frames of one object, stay in one
+            fold and count as one in standard errors.
         folds: of the cross-validation.
         seed: of the folds and of the draws.
         samples: Monte Carlo draws (Sobol points) in the search.
@@ -87,8 +90,9 @@ def calibrate_fusion(
     for posterior in sources:
         posterior.information.network.require_unchanged()
     readings = read_fusion(sources, held_out, unpack, progress=progress)
+    own = None if groups is None else group_numbers(groups, len(readings))
     with plain_execution(readings.means.device):
-        choice = best_fusion(readings, folds, seed, samples, progress=progress)
+        choice = best_fusion(readings, folds, seed, samples, groups=own, progress=progress)
         classifier = FusedClassifier(sources, **vars(choice.fit.variant.numbers(choice.fit.theta)), table=choice.table)
     _warn_of_pmfs(choice.table)
     return classifier
@@ -158,10 +162,11 @@ def _batch_of_each(value: Any, posteriors: Sequence[Posterior], unpack: Unpack |
 
 @dataclass(frozen=True, eq=False)
 class FusionChoice:
-    """The variant that was taken, fitted to all held-out data, and the table."""
+    """The variant that was taken, fitted to all held-out data; the table; and all that were compared, by name."""
 
     fit: Fit
     table: FusionTable
+    fits: Mapping[str, Fit]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +208,18 @@ def variants_of(readings: Readings) -> list[Variant]:
     ]
 
 
-def best_fusion(readings: Readings, folds: int, seed: int, samples: int, *, progress: bool = False) -> FusionChoice:
+def best_fusion(
+    readings: Readings,
+    folds: int,
+    seed: int,
+    samples: int,
+    *,
+    groups: Int[Tensor, "N"] | None = None,
+    progress: bool = False,
+) -> FusionChoice:
     """Cross-validate all variants and take one by the rule of docs/design.md."""
-    parts = divided(torch.arange(len(readings)), folds, seed)
+    groups = torch.arange(len(readings)) if groups is None else groups
+    parts = divided(groups, folds, seed)
     normal = draws_for(readings, samples, seed)
     variants = variants_of(readings)
     steps: Iterator[Variant] = track(variants, "Fusing", enabled=progress)
@@ -220,23 +234,25 @@ def best_fusion(readings: Readings, folds: int, seed: int, samples: int, *, prog
         if position == 0:
             candidates.append(_best_alone(readings, normal, parts))
     pmfs = _tried(PmfPool(MEAN_OF_PMFS, readings.networks), readings, normal, parts, [])
-    chosen = simplest_of_best([trial.losses for trial in candidates])
+    chosen = simplest_of_best([trial.losses for trial in candidates], groups)
     trial = candidates[chosen]
-    return FusionChoice(trial.fit, _table(trial, candidates, pmfs, readings, normal, parts))
+    table = _table(trial, candidates, pmfs, readings, normal, parts, groups)
+    return FusionChoice(trial.fit, table, {other.name: other.fit for other in (pmfs, *candidates)})
 
 
-def simplest_of_best(losses: Sequence[Float[Tensor, "N"]]) -> int:
+def simplest_of_best(losses: Sequence[Float[Tensor, "N"]], groups: Int[Tensor, "N"] | None = None) -> int:
     """The first whose mean exceeds the least by at most one standard error of the paired difference and the tolerance.
 
-    `losses` are −ln f_y of each input, out of fold, of variants from the simple to the rich.
+    `losses` are −ln f_y of each input, out of fold, of variants from the simple to the rich; inputs of one group are
+    not independent.
     """
+    groups = torch.arange(len(losses[0])) if groups is None else groups
     best = min(losses, key=lambda own: float(own.mean()))
     limit = max(TOLERANCE, _TOLERANCE_TIMES_INPUTS / len(best))
-    inputs = torch.arange(len(best))
 
     def is_near(own: Float[Tensor, "N"]) -> bool:
         difference = own - best
-        return float(difference.mean()) <= min(limit, standard_error(difference, inputs))
+        return float(difference.mean()) <= min(limit, standard_error(difference, groups))
 
     return next(position for position, own in enumerate(losses) if is_near(own))
 
@@ -322,13 +338,13 @@ def _table(
     readings: Readings,
     normal: Float[Tensor, "d K"],
     parts: Sequence[Int[Tensor, "n"]],
+    groups: Int[Tensor, "N"],
 ) -> FusionTable:
     mean_of_logits = candidates[0]
-    inputs = torch.arange(len(readings))
 
     def row(other: _Trial) -> FusionRow:
         difference = other.losses - mean_of_logits.losses
-        error = standard_error(difference, inputs)
+        error = standard_error(difference, groups)
         return FusionRow(other.name, other.size, float(other.losses.mean()), float(difference.mean()), error)
 
     best = min(candidates, key=lambda other: float(other.losses.mean()))

@@ -12,7 +12,10 @@ from errbar.cli import options
 
 def reproduce(
     experiment: Annotated[
-        str, typer.Argument(metavar="NAME", help="mnist, cifar10, gtsrb, digits, resnet20, resnet32.")
+        str,
+        typer.Argument(
+            metavar="NAME", help="mnist, cifar10, gtsrb, digits, resnet20, resnet32; fusion-mnist, …, fusion-resnets."
+        ),
     ],
     data: Annotated[
         Path | None, typer.Option("--data", metavar="DIR", help="Folder with the data sets; digits need none.")

@@ -13,6 +13,7 @@ from rich.table import Table as Printed
 
 from errbar._base.atomic import write_file
 from errbar.experiments import figures, tables
+from errbar.experiments.fusions import NAMES, fusions
 from errbar.experiments.pretrained import DEPTHS, pretrained
 from errbar.experiments.reproduce import reproduce
 from errbar.experiments.runs import RunOptions
@@ -29,6 +30,10 @@ _SHOWN = (
     "cleaning",
     "retraining",
     "cost",
+    "fused",
+    "chosen",
+    "tracks",
+    "change",
 )
 
 _WIDTH = 79
@@ -48,7 +53,8 @@ def run(
 ) -> dict[str, Any]:
     """Compute, then print the tables (unless `quiet`) and draw the figures; returns tables and files by name."""
     options = RunOptions(experiment, data, output, seeds, quick, device, progress, only)
-    result = pretrained(options) if experiment in DEPTHS else reproduce(options)
+    compute = pretrained if experiment in DEPTHS else fusions if experiment in NAMES else reproduce
+    result = compute(options)
     console = Console(highlight=False, quiet=quiet)
     results = {name: tables.TABLES[name](result) for name in tables.available(result)}
     for name in _SHOWN:

@@ -7,8 +7,8 @@ they can be computed once and halved in many ways.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,15 +18,65 @@ from torch import Tensor
 import errbar
 from errbar._base.execution import plain_execution
 from errbar._base.progress import track
+from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import FullCovariance
-from errbar._operations.calibrate_fusion import MEAN_OF_LOGITS, best_fusion
-from errbar._operations.folds import standard_error
-from errbar._operations.fusion_variants import Alone, Fit, PmfPool, Pool, Readings, above, draws_for, fitted
-from errbar.experiments.problem import Samples
+from errbar._operations.calibrate_fusion import FusionChoice, best_fusion
+from errbar._operations.fusion_variants import Alone, Fit, PmfPool, Pool, Readings, draws_for, fitted
+from errbar._operations.held_out import HeldOut
+from errbar._operations.search import OBJECTIVES, best_calibration
 
+FUSED, FUSED_RAW = "calibrate_fusion", "calibrate_fusion, posteriors not calibrated"
+BEST, BEST_WIDE, FUSE = "best network, T", "best network, errbar", "errbar.fuse"
+ENSEMBLE, PMFS = "deep ensemble: mean of PMFs", "mean of PMFs, T"
+LOGITS, POOL = "mean of logits, T", "weighted logarithmic pool, T"
+# What `calibrate_fusion` must not lose to; and all methods, as tables have them.
+BASELINES = (BEST, ENSEMBLE, PMFS, LOGITS, POOL, FUSE)
+METHODS = (*BASELINES, BEST_WIDE, FUSED_RAW, FUSED)
 _PART = 500  # inputs at a time, for networks with convolutions
-_DRAWS = 1024
-_NORMAL_95 = 1.96
+_DRAWS, _FOLDS = 1024, 5
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What each network says about the same inputs, their labels, and the number of the object that each one shows."""
+
+    gaussians: Sequence[errbar.LogitGaussian]
+    labels: Int[Tensor, "N"]
+    objects: Int[Tensor, "N"]
+
+    def of(self, networks: slice) -> Seen:
+        """Some of the networks."""
+        return Seen(self.gaussians[networks], self.labels, self.objects)
+
+    def chosen(self, rows: Int[Tensor, "n"]) -> Seen:
+        """Some of the inputs, in this order."""
+        return Seen([rows_of(one, rows) for one in self.gaussians], self.labels[rows], self.objects[rows])
+
+    def calibrated(self, calibrations: Sequence[Calibration]) -> Seen:
+        each = zip(self.gaussians, calibrations, strict=True)
+        return Seen([one.calibrated(by) for one, by in each], self.labels, self.objects)
+
+    def readings(self, device: torch.device) -> Readings:
+        # Many small eigenvalue problems are quicker on a CPU.
+        made = Readings.of([[gaussian] for gaussian in self.gaussians], self.labels)
+        return Readings(*(getattr(made, field.name).to(device) for field in fields(made)))
+
+
+def calibrated_readings(readings: Readings, calibrations: Sequence[Calibration]) -> Readings:
+    """N(ĝ/T, T_c P/T²) of each network, from readings without calibration."""
+    T, scale = (
+        torch.tensor(numbers, dtype=torch.float64, device=readings.means.device)[:, None, None]
+        for numbers in zip(*((one.temperature, one.covariance_scale) for one in calibrations), strict=True)
+    )
+    return replace(readings, means=readings.means / T, values=readings.values * scale / T**2, along=readings.along / T)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Report → method → −ln f_y of each input; what `calibrate_fusion` took; and the NLL of what it did not take."""
+
+    losses: Mapping[str, Mapping[str, Float[Tensor, "N"]]]
+    facts: dict[str, Any]
 
 
 def gaussians_of(
@@ -45,75 +95,103 @@ def rows_of(gaussian: errbar.LogitGaussian, rows: Int[Tensor, "n"]) -> errbar.Lo
     return errbar.LogitGaussian(gaussian.mean[rows], FullCovariance(gaussian.covariance[rows]))
 
 
+def calibration_of(
+    gaussian: errbar.LogitGaussian, labels: Int[Tensor, "N"], device: torch.device | str = "cpu", samples: int = 1000
+) -> Calibration:
+    """T and T_c by NLL, as `errbar.calibrate` finds them, from logits that were computed already."""
+    own = errbar.LogitGaussian(gaussian.mean.to(device), FullCovariance(gaussian.covariance.to(device)))
+    held_out = HeldOut(own.mean, own.sampling_root(), labels.to(device), own.contrast_variance)
+    with plain_execution(own.mean.device):
+        names = ("temperature", "covariance_scale")
+        return best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), samples, 0)[0]
+
+
 def compare(
-    posteriors: Sequence[errbar.Posterior], held_out: Samples, report: Samples, *, seed: int = 0, samples: int = 128
-) -> dict[str, Any]:
-    """Networks of any kind: `held_out` fits everything, `report` measures."""
-    first, second = ([gaussians_of(member, part.x) for member in posteriors] for part in (held_out, report))
-    return compare_gaussians(first, held_out.y.cpu(), {"report": (second, report.y.cpu())}, seed=seed, samples=samples)
-
-
-def compare_gaussians(
-    held_out: Sequence[errbar.LogitGaussian],
-    labels: Int[Tensor, "N"],
-    reports: dict[str, tuple[Sequence[errbar.LogitGaussian], Int[Tensor, "R"]]],
+    held_out: Seen,
+    reports: Mapping[str, Seen],
+    calibrations: Sequence[Calibration],
     *,
     seed: int = 0,
     samples: int = 128,
-) -> dict[str, Any]:
-    """From the logits of each network: NLL of each method, and its paired difference to the mean of logits."""
-    readings = Readings.of([[gaussian] for gaussian in held_out], labels)
-    with plain_execution(readings.means.device):
-        start = time.perf_counter()
-        choice = best_fusion(readings, 5, seed, samples)
-        seconds = time.perf_counter() - start
-        fits = {**_baselines(readings, samples, seed), "calibrate_fusion": choice.fit}
-        results = {name: _reported(fits, gaussians, own) for name, (gaussians, own) in reports.items()}
-    numbers = asdict(choice.fit.variant.numbers(choice.fit.theta))
-    chosen = {"chosen": choice.table.chosen, "numbers": numbers, "table": asdict(choice.table), "seconds": seconds}
-    return {"calibrate_fusion": chosen, "reports": results}
+    device: torch.device | str = "cpu",
+) -> Comparison:
+    """From the logits of posteriors that are not calibrated: `held_out` fits everything, `reports` measure.
+
+    `calibrate_fusion` and `errbar.fuse` take the posteriors with the T and T_c of `calibrations`, as is recommended;
+    pools and single networks are of the logits as the networks give them, with a T of their own.
+    """
+    device = torch.device(device)
+    raw = held_out.readings(device)
+    losses: dict[str, dict[str, Tensor]] = {}
+    variants: dict[str, dict[str, dict[str, float]]] = {}
+    facts: dict[str, Any] = {}
+    with plain_execution(device):
+        fits = _baselines(raw, samples, seed)
+        choices: dict[str, FusionChoice] = {}
+        for key, readings in ((FUSED, calibrated_readings(raw, calibrations)), (FUSED_RAW, raw)):
+            start = time.perf_counter()
+            choice = choices[key] = best_fusion(readings, _FOLDS, seed, samples, groups=held_out.objects)
+            facts[key] = {
+                "chosen": choice.table.chosen,
+                "numbers": asdict(choice.fit.variant.numbers(choice.fit.theta)),
+                "table": asdict(choice.table),
+                "seconds": time.perf_counter() - start,
+            }
+        for name, seen in reports.items():
+            readings = seen.readings(device)
+            adapted = seen.calibrated(calibrations)
+            found = {
+                FUSED: _of_variants(choices[FUSED], calibrated_readings(readings, calibrations)),
+                FUSED_RAW: _of_variants(choices[FUSED_RAW], readings),
+            }
+            losses[name] = {
+                **{key: fit.losses(readings, draws_for(readings, 1, 1)) for key, fit in fits.items()},
+                ENSEMBLE: _of_pmf(_mean_pmf(seen), seen.labels),
+                FUSE: _of_gaussian(errbar.fuse(_doubled(adapted)), seen.labels),
+                BEST_WIDE: _of_best(held_out.calibrated(calibrations), adapted),
+                **{key: own[choices[key].table.chosen] for key, own in found.items()},
+            }
+            variants[name] = {
+                key: {each: float(own.mean()) for each, own in of_variants.items()}
+                for key, of_variants in found.items()
+            }
+    return Comparison(losses, {**facts, "variants": variants, "calibrations": [asdict(one) for one in calibrations]})
 
 
 def _baselines(readings: Readings, samples: int, seed: int) -> dict[str, Fit]:
-    """Each network with T, and with T and q, of its own; and the pools."""
+    """The best network by NLL of the held-out inputs, and the pools, each with T."""
     normal = draws_for(readings, samples, seed)
     count = readings.networks
-    fits: dict[str, Fit] = {}
-    for c, variance in enumerate(readings.typical_variances().tolist()):
-        tempered = Alone(f"network {c}, T", count, None, c, width=False)
-        fits[tempered.name] = fitted(tempered, readings, normal, tempered.starts())
-        if variance > 0:
-            wide = Alone(f"network {c}, T and q", count, None, c, True, variance, above(fits[tempered.name]))
-            fits[wide.name] = fitted(wide, readings, normal, wide.starts())
-    pools = (
-        PmfPool("mean of PMFs, T", count),
-        Pool(MEAN_OF_LOGITS, count),
-        Pool("weighted logarithmic pool", count, weighted=True),
-    )
-    return fits | {pool.name: fitted(pool, readings, normal, pool.starts()) for pool in pools}
+    alone = (Alone(BEST, count, None, c, width=False) for c in range(count))
+    best = min((fitted(one, readings, normal, one.starts()) for one in alone), key=lambda fit: fit.value)
+    pools = (PmfPool(PMFS, count), Pool(LOGITS, count), Pool(POOL, count, weighted=True))
+    return {BEST: best, **{pool.name: fitted(pool, readings, normal, pool.starts()) for pool in pools}}
 
 
-def _reported(
-    fits: dict[str, Fit], gaussians: Sequence[errbar.LogitGaussian], labels: Int[Tensor, "R"]
-) -> dict[str, dict[str, float]]:
-    readings = Readings.of([[gaussian] for gaussian in gaussians], labels)
+def _of_variants(choice: FusionChoice, readings: Readings) -> dict[str, Float[Tensor, "N"]]:
     normal = draws_for(readings, _DRAWS, 1)
-    losses = {name: fit.losses(readings, normal) for name, fit in fits.items()}
-    losses["errbar.fuse"] = _losses_of_fuse(gaussians, labels)
-    inputs = torch.arange(len(labels))
-    rows = {}
-    for name, own in losses.items():
-        difference = own - losses[MEAN_OF_LOGITS]
-        rows[name] = {
-            "nll": float(own.mean()),
-            "difference": float(difference.mean()),
-            "half_width": _NORMAL_95 * standard_error(difference, inputs),
-        }
-    return rows
+    return {name: fit.losses(readings, normal) for name, fit in choice.fits.items()}
 
 
-def _losses_of_fuse(gaussians: Sequence[errbar.LogitGaussian], labels: Int[Tensor, "R"]) -> Float[Tensor, "R"]:
-    """−ln f_y of the paper's fusion, from which nothing is fitted."""
-    fused = errbar.fuse([errbar.LogitGaussian(g.mean.double(), FullCovariance(g.covariance)) for g in gaussians])
-    pmf = fused.predict(_DRAWS).pmf.double()
+def _mean_pmf(seen: Seen) -> Float[Tensor, "N M"]:
+    """The deep ensemble, of which nothing is fitted: the mean of softmax ĝ_c."""
+    return torch.stack([gaussian.mean.double().softmax(1) for gaussian in seen.gaussians]).mean(0)
+
+
+def _of_best(held_out: Seen, report: Seen) -> Float[Tensor, "N"]:
+    """Of the network whose calibrated posterior is best on the held-out inputs."""
+    means = [float(_of_gaussian(one, held_out.labels).mean()) for one in _doubled(held_out)]
+    return _of_gaussian(_doubled(report)[means.index(min(means))], report.labels)
+
+
+def _doubled(seen: Seen) -> list[errbar.LogitGaussian]:
+    return [errbar.LogitGaussian(g.mean.double(), FullCovariance(g.covariance)) for g in seen.gaussians]
+
+
+def _of_gaussian(gaussian: errbar.LogitGaussian, labels: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    return _of_pmf(gaussian.predict(_DRAWS, draws="sobol").pmf.double(), labels)
+
+
+def _of_pmf(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """−ln f_y."""
     return -pmf.gather(1, labels[:, None])[:, 0].clamp_min(torch.finfo(torch.float64).tiny).log()

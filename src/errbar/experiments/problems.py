@@ -167,7 +167,10 @@ BUILDERS: dict[str, Callable[..., Experiment]] = {"mnist": mnist, "cifar10": cif
 
 def build(name: str, folder: Path | None, *, quick: bool, device: torch.device) -> Experiment:
     if name not in BUILDERS:
-        raise ArgumentError(f"There is no experiment {name!r}; expected {', '.join(BUILDERS)}, resnet20 or resnet32.")
+        raise ArgumentError(
+            f"There is no experiment {name!r}; expected {', '.join(BUILDERS)}, resnet20 or "
+            "resnet32, or one of these for fusion alone, such as fusion-mnist or fusion-resnets."
+        )
     if folder is None and name != "digits":
         raise ArgumentError(f"The experiment {name} needs its data: give the folder that holds them with --data.")
     return BUILDERS[name](folder, quick=quick, device=device)

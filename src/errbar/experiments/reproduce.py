@@ -31,7 +31,7 @@ from errbar.experiments.views import views
 
 _SCALES = tuple(10 ** (exponent / 4) for exponent in range(-12, 13))
 # Seeds of members, of the network with dropout and of further networks, far enough apart to share none.
-_RUN, _DROPOUT, _OTHER = 1000, 900, 950
+RUN, _DROPOUT, OTHER = 1000, 900, 950
 
 
 def reproduce(options: RunOptions) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def reproduce(options: RunOptions) -> dict[str, Any]:
 def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: bool, parts: Parts) -> dict[str, Any]:
     """All results of one seed; the first also has pictures and curves."""
     problem, title = experiment.problem, f"Run {seed + 1} of {count}"
-    base = seed * _RUN
+    base = seed * RUN
     run = {"seed": seed, **parts("comparison", lambda: _compare(problem, folder, seed, title, progress))}
 
     # Computed only when a part that is not kept needs them.
@@ -70,7 +70,7 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
 
     def curve() -> dict[str, Any]:
         information = errbar.collect(network(), batched(problem.train), last_layers=2, fisher="eta")
-        paper = errbar.condition(information, _decay(problem))
+        paper = errbar.condition(information, decay(problem))
         return scale_curve(paper, problem)
 
     run["scale_curve"] = parts("scale curve", curve)
@@ -97,7 +97,7 @@ def _run(experiment: Experiment, folder: Path, seed: int, count: int, progress: 
 
 def _compare(problem: Problem, folder: Path, seed: int, title: str, progress: bool) -> dict[str, Any]:
     """All methods on the same data."""
-    base = seed * _RUN
+    base = seed * RUN
     members, seconds = [], []
     for number in track(range(problem.members), f"{title}: training the ensemble", enabled=progress):
         network, duration = trained(problem, problem.train, folder, base + number)
@@ -134,13 +134,13 @@ def _draws(problem: Problem) -> int:
     return min(1000, len(problem.test.y))
 
 
-def _decay(problem: Problem) -> errbar.Prior:
+def decay(problem: Problem) -> errbar.Prior:
     return errbar.Prior.from_weight_decay(problem.recipe.weight_decay, len(problem.train.y))
 
 
 def main_posterior(network: nn.Module, problem: Problem, samples: Samples) -> errbar.Posterior:
     """What errbar recommends: the exact Fisher information, T and T_c by NLL on the validation data."""
-    posterior = errbar.condition(errbar.collect(network, batched(samples), last_layers=2), _decay(problem))
+    posterior = errbar.condition(errbar.collect(network, batched(samples), last_layers=2), decay(problem))
     return methods.calibrated(posterior, problem, "nll", ("temperature", "covariance_scale"))
 
 
@@ -187,7 +187,7 @@ def fusion(
 ) -> dict[str, Any]:
     """Frames of one object, and two classifiers that were trained on different halves of the data."""
     problem = experiment.problem
-    held_out, test_sequences = _sequences(experiment)
+    held_out, test_sequences = sequences_of(experiment)
     noise = errbar.frame_noise(posterior, held_out[0])
     correlation = sequences.frame_correlation(posterior, *held_out)
     chosen = errbar.calibrate_track(posterior, *held_out, progress=progress)
@@ -199,7 +199,7 @@ def fusion(
     classifiers = []
     for part in (0, 1):
         half = problem.train.take(slice(part, None, 2))
-        network, _ = trained(problem, half, folder, base + _OTHER + part, kind="half")
+        network, _ = trained(problem, half, folder, base + OTHER + part, kind="half")
         classifiers.append(main_posterior(network, problem, half))
     results["classifiers"] = sequences.two_classifiers(classifiers, problem.test.x, problem.test.y)
     return results
@@ -213,7 +213,7 @@ def tracks(experiment: Experiment) -> list[int] | None:
     return [row // frames for row in range(len(experiment.problem.validation.y))]
 
 
-def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
+def sequences_of(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
     """Frames and labels, to fit frame noise on and to report on: real ones, or views of pictures."""
     if experiment.sequences is not None:
         return tuple((part.frames, part.labels) for part in experiment.sequences)
@@ -228,7 +228,7 @@ def _sequences(experiment: Experiment) -> tuple[tuple[Tensor, Tensor], ...]:
 
 def strip(experiment: Experiment, posterior: errbar.Posterior) -> dict[str, Any]:
     """The sequence with the least confident first frame, with the PMFs of each method after each frame."""
-    held_out, (frames, labels) = _sequences(experiment)
+    held_out, (frames, labels) = sequences_of(experiment)
     noise = errbar.frame_noise(posterior, held_out[0])
     doubt = posterior.logits(frames[:, 0]).predict().confidence.argmin()
     fused = sequences.gaussians([sequences.joint_logits(posterior, frames[doubt])], noise)
@@ -247,7 +247,7 @@ def clean(experiment: Experiment, folder: Path, base: int, *, progress: bool) ->
     )
     dirty = Samples(images.to(device).float() / 255, labels.to(device))
     network, _ = trained(problem, dirty, folder, base, kind="dirty")
-    posterior = errbar.condition(errbar.collect(network, batched(dirty), last_layers=2), _decay(problem))
+    posterior = errbar.condition(errbar.collect(network, batched(dirty), last_layers=2), decay(problem))
     ranking = cleaning.rank(posterior, dirty.x, dirty.y, progress=progress)
     results: dict[str, Any] = {"ranking": cleaning.report(ranking, kind), "retrained": {}}
     count = int((kind > 0).sum())

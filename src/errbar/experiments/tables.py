@@ -19,6 +19,8 @@ from errbar._base.atomic import write_file
 from errbar.errors import ArgumentError
 from errbar.experiments.automatic import differences
 from errbar.experiments.evaluation import paired
+from errbar.experiments.fusing import FUSED
+from errbar.experiments.tracking import TRACK
 
 Result = Mapping[str, Any]
 
@@ -285,15 +287,15 @@ def autofit_table(result: Result) -> Table:
         studies = list(by_seed.values())
         found = differences(studies)
         areas = [text for text in found if text.startswith("1 − AUROC")]
-        shifts = [f"{kind} {_difference(found[f'mean {kind}'], '+.3f')}" for kind in studies[0]["shift"]]
+        shifts = [f"{kind} {_paired_difference(found[f'mean {kind}'], '+.3f')}" for kind in studies[0]["shift"]]
         chosen = collections.Counter(_in_words(study["chosen"]) for study in studies)
         rows.append(
             (
                 name,
                 "; ".join(f"{text} ({count})" if len(chosen) > 1 else text for text, count in chosen.items()),
-                _difference(found["nll"], "+.4f"),
-                _difference(found["ece"], "+.2f"),
-                ", ".join(f"{text.split(', ')[1]} {_difference(found[text], '+.1f', -1)}" for text in areas),
+                _paired_difference(found["nll"], "+.4f"),
+                _paired_difference(found["ece"], "+.2f"),
+                ", ".join(f"{text.split(', ')[1]} {_paired_difference(found[text], '+.1f', -1)}" for text in areas),
                 ", ".join(shifts),
             )
         )
@@ -308,12 +310,96 @@ def _in_words(chosen: Mapping[str, Any] | None) -> str:
     return f"{chosen['parameters']}{structure}: {chosen['link']}, prior by {chosen['prior_by']}"
 
 
-def _difference(difference: Mapping[str, Any], form: str, sign: int = 1) -> str:
+def _paired_difference(difference: Mapping[str, Any], form: str, sign: int = 1) -> str:
     text = format(sign * difference["mean"], form)
     if difference["interval"] is None:
         return text
     low, high = sorted(sign * bound for bound in difference["interval"])
     return f"{text} [{format(low, form)}, {format(high, form)}]"
+
+
+def fused_table(result: Result) -> Table:
+    """Several classifiers: NLL of each way to fuse, and `calibrate_fusion` minus it, paired by input over all runs."""
+    cases = [
+        (case if len(reports) == 1 else report, found)
+        for case, reports in result["pooled"].items()
+        if case != "frames"
+        for report, found in reports.items()
+    ]
+    rows = tuple(
+        (
+            name,
+            *(
+                cell
+                for _, found in cases
+                for cell in (f"{found['nll'][name]:.4f}", _difference(found, FUSED, name, "+.4f"))
+            ),
+        )
+        for name in cases[0][1]["nll"]
+    )
+    headings = tuple(heading for case, _ in cases for heading in (f"NLL, {case} ↓", f"{FUSED} minus it"))
+    return Table("Several classifiers of one input", ("method", *headings), rows)
+
+
+def chosen_table(result: Result) -> Table:
+    """What `calibrate_fusion` took in each run, and how long that took."""
+    rows = [
+        (
+            f"{case}, {run['seed']}",
+            run["cases"][case][FUSED]["chosen"],
+            *(f"{run['cases'][case][FUSED]['numbers'][key]:.3g}" for key in ("temperature", "covariance_scale")),
+            f"{run['cases'][case][FUSED]['seconds']:.1f}",
+        )
+        for case in result["runs"][0]["cases"]
+        for run in result["runs"]
+    ]
+    return Table("What calibrate_fusion took", ("case, run", "variant", "T", "q", "seconds"), tuple(rows))
+
+
+def track_table(result: Result) -> Table:
+    """Frames: NLL after so many of each way to fuse, and `Track` minus it, paired by sequence over all runs."""
+    found = result["pooled"]["frames"]
+    rows = tuple(
+        (
+            name,
+            *(
+                cell
+                for at in found.values()
+                for cell in (f"{at['nll'][name]:.4f}", _difference(at, TRACK, name, "+.4f"))
+            ),
+        )
+        for name in next(iter(found.values()))["nll"]
+    )
+    headings = tuple(heading for length in found for heading in (f"NLL, {length} ↓", f"{TRACK} minus it"))
+    return Table("Frames of one object", ("method", *headings), rows)
+
+
+def change_table(result: Result) -> Table:
+    """An object that becomes another one within the track."""
+    runs = [run["frames"]["change"] for run in result["runs"]]
+    rows = [
+        (f"AUROC % of the first frame by {name}", mean_and_deviation([100 * run["auroc"][name] for run in runs], ".1f"))
+        for name in runs[0]["auroc"]
+    ]
+    for place, first in enumerate(runs[0]["levels"]):
+        each = [run["levels"][place] for run in runs]
+        for key, title, factor, form in (
+            ("noticed", "changes noticed, %", 100, ".1f"),
+            ("at_once", "at the first frame, %", 100, ".1f"),
+            ("delay", "frames until noticed", 1, ".2f"),
+            ("false_alarms", "tracks without a change and with an alarm, %", 100, ".1f"),
+        ):
+            values = [factor * one[key] for one in each if one[key] is not None]
+            cell = mean_and_deviation(values, form) if values else "–"
+            rows.append((f"p-value below {first['level']:g}: {title}", cell))
+    return Table("An object that changes within the track", ("measure", "mean ± deviation over the runs"), tuple(rows))
+
+
+def _difference(found: Mapping[str, Any], first: str, other: str, form: str) -> str:
+    if first == other:
+        return ""
+    mean, half = found["minus"][first][other]
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
 
 
 TABLES: dict[str, Callable[[Result], Table]] = {
@@ -329,7 +415,14 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "classifiers": classifier_table,
     "cleaning": cleaning_table,
     "retraining": retraining_table,
+<<<<<<< HEAD
     "autofit": autofit_table,
+=======
+    "fused": fused_table,
+    "chosen": chosen_table,
+    "tracks": track_table,
+    "change": change_table,
+>>>>>>> study21
 }
 
 
@@ -337,16 +430,21 @@ def available(result: Result) -> list[str]:
     """The tables for which this result has values."""
     run = result["runs"][0]
     needs = {
-        "outliers": "outliers",
-        "shift": "shift",
-        "fusion": "fusion",
-        "decisions": "fusion",
-        "classifiers": "fusion",
+        **dict.fromkeys(("scores", "fitted", "paired"), "scores"),
+        **{name: name for name in ("outliers", "shift", "structures", "cost", "cleaning")},
+        **dict.fromkeys(("fusion", "decisions", "classifiers"), "fusion"),
+        "retraining": "cleaning",
+        **dict.fromkeys(("fused", "chosen"), "cases"),
+        **dict.fromkeys(("tracks", "change"), "frames"),
     }
+<<<<<<< HEAD
     needs |= {"cleaning": "cleaning", "retraining": "cleaning", "structures": "structures"}
     # Of all experiments together.
     shared = {"autofit"}
     return [name for name in TABLES if name not in shared and (name not in needs or run.get(needs[name]))]
+=======
+    return [name for name in TABLES if run.get(needs[name])]
+>>>>>>> study21
 
 
 def fill(text: str, results: Mapping[str, Result]) -> str:

@@ -1,0 +1,281 @@
+"""`errbar reproduce fusion-mnist` and its like: several classifiers, and several frames, fused in every way.
+
+Each run trains its own networks, which are those of `errbar reproduce mnist` with the same seed, and keeps −ln f_y of
+each reported input by each method beside its result, so that differences can be paired by input over all runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load, save
+from torch import Tensor
+
+import errbar
+from errbar._base.atomic import write_file
+from errbar._base.progress import track
+from errbar._distributions.calibration import Calibration
+from errbar._distributions.covariance import FullCovariance
+from errbar._operations.folds import group_numbers, standard_error
+from errbar.errors import ArgumentError
+from errbar.experiments import fusing, tracking
+from errbar.experiments.fusing import Seen, calibration_of, gaussians_of
+from errbar.experiments.methods import batched
+from errbar.experiments.pretrained import load_network, pretrained_problem
+from errbar.experiments.problem import Problem, Samples
+from errbar.experiments.problems import Experiment, build
+from errbar.experiments.reproduce import OTHER, RUN, decay, sequences_of, trained
+from errbar.experiments.runs import Parts, RunOptions, assembled, described, kept_run
+from errbar.experiments.runs import save as save_result
+from errbar.experiments.shifts import BLUR, CONTRAST, Shift
+
+RESNETS, _PAIR = "fusion-resnets", "ResNet-20 and -32"
+# Sizes of the ensembles, and whether there are two networks trained on halves of the data.
+_ENSEMBLES = {"mnist": (5, 10), "cifar10": (5,), "gtsrb": (5,), "digits": (5,)}
+_HALVES = {"mnist", "cifar10", "digits"}
+_SEQUENCES = {"mnist", "gtsrb", "digits"}
+NAMES = (*(f"fusion-{name}" for name in _ENSEMBLES), RESNETS)
+# Third-party networks: so many training pictures stand for all, the prior precision, and how severe shifts are.
+_PICTURES, _TRAINING_SET, _PRIOR, _SEVERITY = 5000, 50_000, 10.0, 5
+_SHIFTS: dict[str, Shift | None] = {"as they are": None, "blur": BLUR, "contrast": CONTRAST}
+_NORMAL_95 = 1.96
+# Losses of one case and report: method → −ln f_y, with the number of the object of each input.
+Losses = Mapping[str, Float[Tensor, "N"]]
+_OBJECTS = "objects"
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """What networks say about the inputs to fit to and about those to report on, with T and T_c of each network."""
+
+    held_out: Seen
+    reports: Mapping[str, Seen]
+    calibrations: Sequence[Calibration]
+
+    def of(self, networks: slice) -> Experience:
+        reports = {name: seen.of(networks) for name, seen in self.reports.items()}
+        return Experience(self.held_out.of(networks), reports, self.calibrations[networks])
+
+
+def fusions(options: RunOptions) -> dict[str, Any]:
+    """Run an experiment on fusion and write `<output>/<name>.json`."""
+    start = time.perf_counter()
+    if options.data is None and options.name != "fusion-digits":
+        raise ArgumentError(
+            f"The experiment {options.name} needs its data: give the folder that holds them with --data."
+        )
+    device = torch.device(options.device)
+    if options.name == RESNETS:
+        assert options.data is not None
+        problem = partial(pretrained_problem, "resnet20", options.data, device=device, quick=options.quick)
+        described_by, compute = problem(0), partial(_resnets, options, problem)
+    else:
+        experiment = build(options.name.removeprefix("fusion-"), options.data, quick=options.quick, device=device)
+        described_by, compute = experiment.problem, partial(_members, options, experiment)
+    description = described(options, described_by)
+    for seed in range(options.count()) if options.only is None else [options.only]:
+        kept_run(options, description, seed, partial(compute, seed))
+    result = assembled(options, description)
+    seeds = [run["seed"] for run in result["runs"]]
+    result["pooled"] = pooled([_read(_losses_path(options, seed)) for seed in seeds])
+    result["seconds"] = time.perf_counter() - start
+    save_result(result, options)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------ networks
+
+
+def _members(options: RunOptions, experiment: Experiment, seed: int, parts: Parts) -> dict[str, Any]:
+    """Ensembles, two networks of halves, and frames, for one seed."""
+    problem, name = experiment.problem, options.name.removeprefix("fusion-")
+    folder = options.output / "networks" / (f"{name}-quick" if options.quick else name)
+    base, path = seed * RUN, _losses_path(options, seed)
+    sizes = (2,) if options.quick else _ENSEMBLES[name]
+    objects = [_objects(experiment, part) for part in (0, 1)]
+
+    @cache
+    def seen() -> Experience:
+        numbers = track(range(max(sizes)), f"Run {seed + 1}: training the ensemble", enabled=options.progress)
+        members = [_posterior(problem, problem.train, folder, base + number) for number in numbers]
+        return _experience(members, problem, objects)
+
+    def ensemble(size: int) -> dict[str, Any]:
+        return _compared(options, path, f"{size} members", seen().of(slice(size)), seed)
+
+    def halves() -> dict[str, Any]:
+        members = [
+            _posterior(problem, problem.train.take(slice(half, None, 2)), folder, base + OTHER + half, kind="half")
+            for half in (0, 1)
+        ]
+        return _compared(options, path, "halves", _experience(members, problem, objects), seed)
+
+    def frames() -> dict[str, Any]:
+        posterior = _posterior(problem, problem.train, folder, base)
+        held_out, report = (tracking.Frames(*part) for part in sequences_of(experiment))
+        found = tracking.study(posterior, held_out, report, progress=options.progress)
+        losses = {f"{length}": of_methods for length, of_methods in found.losses.items()}
+        _keep(path, "frames", losses, torch.arange(len(report.labels)))
+        return found.facts
+
+    run: dict[str, Any] = {"seed": seed, "methods": {}, "cases": {}}
+    if name in _SEQUENCES:
+        run["frames"] = parts("frames", frames)
+    if name in _HALVES:
+        run["cases"]["halves"] = parts("halves", halves)
+    for size in sizes:
+        run["cases"][f"{size} members"] = parts(f"{size} members", partial(ensemble, size))
+    return run
+
+
+def _posterior(problem: Problem, samples: Samples, folder: Path, seed: int, kind: str = "network") -> errbar.Posterior:
+    """The exact information about the last two layers, with the prior of the weight decay; not calibrated."""
+    network, _ = trained(problem, samples, folder, seed, kind=kind)
+    return errbar.condition(errbar.collect(network, batched(samples), last_layers=2), decay(problem))
+
+
+def _objects(experiment: Experiment, part: int) -> Tensor:
+    """The number of the object of each validation or test input: frames of one track show one."""
+    samples = (experiment.problem.validation, experiment.problem.test)[part]
+    frames = 1 if experiment.sequences is None else experiment.sequences[part].frames.shape[1]
+    return torch.arange(len(samples.y)) // frames
+
+
+def _experience(members: Sequence[errbar.Posterior], problem: Problem, objects: Sequence[Tensor]) -> Experience:
+    held_out, report = (
+        Seen([gaussians_of(member, samples.x) for member in members], samples.y.cpu(), of_part)
+        for samples, of_part in zip((problem.validation, problem.test), objects, strict=True)
+    )
+    return Experience(held_out, {"test": report}, _calibrations(held_out, problem.device))
+
+
+def _calibrations(held_out: Seen, device: torch.device) -> list[Calibration]:
+    return [calibration_of(one, held_out.labels, device) for one in held_out.gaussians]
+
+
+def _resnets(options: RunOptions, problem: Callable[[int], Problem], seed: int, parts: Parts) -> dict[str, Any]:
+    """ResNet-20 and -32 of a third party, on one halving of the test pictures; the logits of all are kept."""
+    names = ("resnet20", "resnet32")
+    assert options.data is not None
+    halved = problem(seed)
+    folder = options.output / "logits" / ("quick" if options.quick else "all")
+
+    @cache
+    def posterior(name: str) -> errbar.Posterior:
+        assert options.data is not None
+        x, y = halved.train
+        chosen = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:_PICTURES].to(y.device)
+        batches = batched(Samples(x[chosen], y[chosen]), 250)
+        network = load_network(options.data, name, halved.device)
+        information = errbar.collect(network, batches, parameters="vectors", progress=options.progress)
+        return errbar.condition(information * (_TRAINING_SET / len(chosen)), errbar.Prior(_PRIOR))
+
+    def logits(name: str, title: str, x: Tensor) -> errbar.LogitGaussian:
+        path = folder / f"{name}-{title.replace(' ', '-')}.safetensors"
+        if not path.exists():
+            shift = _SHIFTS[title]
+            gaussian = gaussians_of(
+                posterior(name), x if shift is None else shift.apply(x, _SEVERITY), progress=options.progress
+            )
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(path, save({"mean": gaussian.mean, "covariance": gaussian.covariance.float().contiguous()}))
+        tensors = load(path.read_bytes())
+        return errbar.LogitGaussian(tensors["mean"], FullCovariance(tensors["covariance"].double()))
+
+    def compared() -> dict[str, Any]:
+        # The pictures in the order of the data set, whatever the halving.
+        order, middle = halves_of(len(halved.validation.y) + len(halved.test.y), seed)
+        x, y = (
+            torch.cat(pair)[order.argsort().to(halved.device)]
+            for pair in zip(halved.validation, halved.test, strict=True)
+        )
+        seen = {
+            title: Seen([logits(name, title, x) for name in names], y.cpu(), torch.arange(len(y))) for title in _SHIFTS
+        }
+        held_out = seen["as they are"].chosen(order[:middle])
+        reports = {title: of_title.chosen(order[middle:]) for title, of_title in seen.items()}
+        found = Experience(held_out, reports, _calibrations(held_out, halved.device))
+        return _compared(options, _losses_path(options, seed), _PAIR, found, seed)
+
+    return {"seed": seed, "methods": {}, "cases": {_PAIR: parts("compared", compared)}}
+
+
+def halves_of(count: int, seed: int) -> tuple[Tensor, int]:
+    """The order in which `problem.halves` divides so many samples, and where the second half begins."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)), count // 2
+
+
+def _compared(options: RunOptions, path: Path, case: str, found: Experience, seed: int) -> dict[str, Any]:
+    """The facts of a comparison; its losses go to the file of the run."""
+    comparison = fusing.compare(found.held_out, found.reports, found.calibrations, seed=seed, device=options.device)
+    _keep(path, case, comparison.losses, next(iter(found.reports.values())).objects)
+    return comparison.facts
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+
+def _losses_path(options: RunOptions, seed: int) -> Path:
+    return options.output / "losses" / f"{options.stem}-{seed}.safetensors"
+
+
+def _keep(path: Path, case: str, losses: Mapping[str, Losses], objects: Tensor) -> None:
+    """Add the losses of a case to the file of the run."""
+    tensors = load(path.read_bytes()) if path.exists() else {}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{case}/")}
+    for report, of_methods in losses.items():
+        tensors[f"{case}/{report}/{_OBJECTS}"] = objects.clone()
+        tensors |= {f"{case}/{report}/{name}": own.float().contiguous() for name, own in of_methods.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, save(tensors))
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    return load(path.read_bytes())
+
+
+def pooled(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Case → report → NLL of each method over all runs, and its difference to the method that is asked about.
+
+    Differences are paired by input; their 95 % intervals take inputs of one object, in one run or in several, as one.
+    """
+    result: dict[str, Any] = {}
+    for place in dict.fromkeys(name.rsplit("/", 1)[0] for name in sorted(runs[0])):
+        case, report = place.split("/")
+        known, asked = (
+            (tracking.METHODS, (tracking.TRACK, tracking.CHOSEN))
+            if case == "frames"
+            else (fusing.METHODS, (fusing.FUSED, fusing.FUSED_RAW))
+        )
+        # A file has them in no particular order.
+        losses = {name: torch.cat([run[f"{place}/{name}"] for run in runs]) for name in known}
+        objects = torch.cat([run[f"{place}/{_OBJECTS}"] for run in runs])
+        groups = group_numbers(objects.tolist(), len(objects))
+        result.setdefault(case, {})[report] = {
+            "nll": {name: float(own.double().mean()) for name, own in losses.items()},
+            "minus": {name: _differences(losses[name], losses, groups) for name in asked},
+        }
+    ordered = {case: dict(sorted(found.items(), key=_rank)) for case, found in result.items()}
+    return dict(sorted(ordered.items(), key=_rank))
+
+
+def _rank(item: tuple[str, Any]) -> int:
+    """Numbers of frames and of members by size, shifts as they are listed, the rest first."""
+    number = item[0].split()[0]
+    return int(number) if number.isdecimal() else list(_SHIFTS).index(item[0]) if item[0] in _SHIFTS else 0
+
+
+def _differences(first: Tensor, others: Losses, objects: Tensor) -> dict[str, list[float]]:
+    """first − other: the mean and half the width of its interval."""
+    found = {}
+    for name, own in others.items():
+        difference = first.double() - own.double()
+        found[name] = [float(difference.mean()), _NORMAL_95 * standard_error(difference, objects)]
+    return found
