@@ -101,10 +101,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(name: str, rows: list[dict[str, Any]], **about: Any) -> None:
+def save(name: str, rows: list[dict[str, Any]], *, path: Path | None = None, **about: Any) -> None:
+    """Write bench/results/NAME.json, or another file."""
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine(), **about, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (path or RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:

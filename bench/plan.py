@@ -8,10 +8,12 @@ packages are installed. `--device cuda` measures on a GPU, `--network NAME` one 
 from __future__ import annotations
 
 import argparse
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--network", choices=list(CASES), help="this one alone")
+    parser.add_argument("--output", type=Path, help="in place of bench/results/plan.json, or plan-gpu.json")
     options = parser.parse_args()
     names = [options.network] if options.network else list(CASES)
     if options.network is None and not all(find_spec(package) for package in EFFICIENTNET):
@@ -175,9 +178,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
     for name in names:
-        rows += run(name, torch.device(options.device))
-    if options.network is None:
-        save("plan" if options.device == "cpu" else "plan-gpu", rows)
+        try:
+            rows += run(name, torch.device(options.device))
+        except Exception as error:
+            traceback.print_exc()
+            rows.append({"network": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+        if options.output or options.network is None:
+            # After each network, so that what was measured stays if a later one is cut off.
+            save("plan" if options.device == "cpu" else "plan-gpu", rows, path=options.output)
 
 
 if __name__ == "__main__":
