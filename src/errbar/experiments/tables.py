@@ -415,14 +415,11 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "classifiers": classifier_table,
     "cleaning": cleaning_table,
     "retraining": retraining_table,
-<<<<<<< HEAD
     "autofit": autofit_table,
-=======
     "fused": fused_table,
     "chosen": chosen_table,
     "tracks": track_table,
     "change": change_table,
->>>>>>> study21
 }
 
 
@@ -437,14 +434,8 @@ def available(result: Result) -> list[str]:
         **dict.fromkeys(("fused", "chosen"), "cases"),
         **dict.fromkeys(("tracks", "change"), "frames"),
     }
-<<<<<<< HEAD
-    needs |= {"cleaning": "cleaning", "retraining": "cleaning", "structures": "structures"}
-    # Of all experiments together.
-    shared = {"autofit"}
-    return [name for name in TABLES if name not in shared and (name not in needs or run.get(needs[name]))]
-=======
-    return [name for name in TABLES if run.get(needs[name])]
->>>>>>> study21
+    # That of `autofit` is of all experiments together.
+    return [name for name in TABLES if name in needs and run.get(needs[name])]
 
 
 def fill(text: str, results: Mapping[str, Result]) -> str:
