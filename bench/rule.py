@@ -24,7 +24,7 @@ import torch
 
 from errbar._base.progress import track
 from errbar._distributions.sampling import SamplingRoot
-from errbar._operations.choice import Row, Trial, best_trial
+from errbar._operations.choice import Row, Trial, best_trial, is_as_good
 from errbar._operations.folds import divided
 from errbar._operations.held_out import HeldOut
 from errbar._operations.links import judged, scaled_softmax
@@ -69,7 +69,7 @@ def excess(count: int, seed: int) -> tuple[bool, float]:
     scaling, scores = scaled_softmax(tried[0][2], folds)
     best = best_trial([trial for trial, *_ in tried], scores.losses, torch.arange(count))
     if best is None:
-        number, at = 0, largest_covariance(tried[0][2], 1000, 0)
+        number, at = 0, largest_covariance(tried[0][2], 1000, 0, partial(is_as_good, groups=torch.arange(count)))
     else:
         _, judgement, held_out, number = next(one for one in tried if one[0] is best)
         at = calibration_near(held_out, judgement.names, judgement.calibration, 400, 0)

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from errbar._distributions.sampling import require_seed
 from errbar._model.batch import Batch, Unpack, count_batches, in_order, with_raw
 from errbar._model.network import Output
 from errbar._operations.candidates import Candidate, Listed, Question, listed_candidates
-from errbar._operations.choice import Choice, Row, Trial, best_trial, paired, reason_for, reason_without
+from errbar._operations.choice import Choice, Row, Trial, best_trial, is_as_good, paired, reason_for, reason_without
 from errbar._operations.choose_prior import choose_prior
 from errbar._operations.folds import Groups, read_folds, require_folds, standard_error
 from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
@@ -498,7 +499,7 @@ class _Search:
         if best is None:
             posterior, at = (
                 self.cheapest[0],
-                self._final(lambda: largest_covariance(self.cheapest_held_out, self._final_draws(), self.seed)),
+                self._final(self._largest_covariance),
             )
             reason = reason_without(rows, at)
         else:
@@ -520,6 +521,10 @@ class _Search:
             not_tried=(*left_out, *self.not_tried),
             temperature_scaling=self.cheapest[0].with_calibration(**scaling_calibration.described()),
         )
+
+    def _largest_covariance(self) -> Calibration:
+        rule = partial(is_as_good, groups=self.groups)
+        return largest_covariance(self.cheapest_held_out, self._final_draws(), self.seed, rule)
 
     def _final_draws(self) -> int:
         """Those of `predict`, where they can be afforded: what is fitted to them is not worse with them."""

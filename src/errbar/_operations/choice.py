@@ -17,8 +17,9 @@ from errbar._files.save import save_posterior
 from errbar._operations.folds import standard_error
 from errbar._posterior.posterior import Posterior
 
-# In nats per sample: how much worse than temperature scaling a candidate may be, out of fold.
-TOLERANCE = 3e-4
+# In nats per sample: how much worse than temperature scaling a candidate may be, out of fold, and how much worse it
+# might be by the upper end of the 95 % interval.
+TOLERANCE, AT_MOST = 3e-4, 1e-3
 # Standard errors within which a candidate counts as good as the best: of an exact structure, and of any other.
 _NEAR = {True: 2.0, False: 1.0}
 _NORMAL_95 = 1.96
@@ -84,14 +85,14 @@ class Trial:
 def best_trial(trials: Sequence[Trial], scaling: Float[Tensor, "N"], groups: Int[Tensor, "N"]) -> Trial | None:
     """The rule of `autofit` (docs/design.md): None where nothing is as good as temperature scaling, `scaling`.
 
-    1. Candidates whose NLL exceeds that of temperature scaling by more than 3e-4 are dropped.
+    1. Candidates whose NLL exceeds that of temperature scaling by more than 3e-4 are dropped, and those that might be
+       worse by more than 1e-3: by the upper end of the 95 % interval of the paired difference.
     2. Those as good as the best remain: within one standard error of the paired difference, within two for an exact
        structure.
     3. Of these, the one with the most parameters in an exact structure; then one with a softening; then one whose prior
        is that of the evidence; then the one with the lower NLL.
     """
-    limit = float(scaling.mean()) + TOLERANCE
-    good = [trial for trial in trials if trial.row.nll <= limit]
+    good = [trial for trial in trials if is_as_good(trial.losses - scaling, groups)]
     if not good:
         return None
     best = min(good, key=lambda trial: trial.row.nll)
@@ -105,6 +106,12 @@ def best_trial(trials: Sequence[Trial], scaling: Float[Tensor, "N"], groups: Int
         return (-row.n_parameters * row.exact, row.softening == 0, row.prior_by != "evidence", row.nll)
 
     return min(filter(is_near, good), key=order)
+
+
+def is_as_good(difference: Float[Tensor, "N"], groups: Int[Tensor, "N"]) -> bool:
+    """Whether losses exceed others by little, and surely not by much."""
+    mean = float(difference.mean())
+    return mean <= TOLERANCE and mean + _NORMAL_95 * standard_error(difference, groups) <= AT_MOST
 
 
 def paired(losses: Float[Tensor, "N"], scaling: Float[Tensor, "N"], groups: Int[Tensor, "N"]) -> tuple[float, float]:
@@ -258,9 +265,12 @@ def _against(row: Row) -> str:
 
 
 def reason_without(rows: Sequence[Row], at: Calibration) -> str:
-    best = f"the best, {rows[0].parameters}, has {rows[0].difference:+.4f} nats"
-    start = f"No candidate is as good as temperature scaling ({best})"
+    low, high = rows[0].interval
+    best = f"the best, {rows[0].parameters}, has {rows[0].difference:+.4f} [{low:+.4f}, {high:+.4f}] nats"
+    start = f"No candidate is surely as good as temperature scaling ({best})"
     if at.covariance_scale == 0:
         return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
-    scale = f"{at.covariance_scale:.2g}"
-    return f"{start}: this is the cheapest one, with the largest T_c that costs at most 0.0003, {scale}."
+    return (
+        f"{start}: this is the cheapest one, with the largest T_c that costs at most 0.0003, and surely less than "
+        f"0.001: {at.covariance_scale:.2g}. More held-out data would allow more."
+    )

@@ -244,18 +244,20 @@ def calibration_near(
     return question.at(point)
 
 
-def largest_covariance(held_out: HeldOut, samples: int, seed: int) -> Calibration:
-    """T and the largest T_c ≤ 1 whose NLL, with the best T for it, exceeds temperature scaling by at most 3e-4.
-
-    T_c = 0 where that is less than the least one that is searched.
-    """
+def largest_covariance(
+    held_out: HeldOut, samples: int, seed: int, is_as_good: Callable[[Float[Tensor, "N"]], bool]
+) -> Calibration:
+    """T and the largest T_c ≤ 1 for which, with the best T for it, the losses are as good as those of temperature
+    scaling, by a rule about their differences. T_c = 0 where that is less than the least one that is searched."""
     question = Question(held_out, OBJECTIVES["nll"], TWO, Calibration(1.0, 0.0), held_out.draws(samples, seed))
     plain = _Plain(question)
     scaling, ridge = plain.scaling, _Ridge(question, plain.floor, plain.bounds[1])
     begin = torch.tensor([math.log(scaling.temperature), 0.0], dtype=torch.float64)
+    alone = held_out.log_likelihood(Calibration(scaling.temperature, 0.0), question.normal)[0]
 
     def too_wide(log_scale: float) -> bool:
-        return ridge.at(log_scale, begin)[0] > scaling.nll + ABOVE_TEMPERATURE_SCALING
+        at = question.at(ridge.at(log_scale, begin)[1])
+        return not is_as_good((alone - held_out.log_likelihood(at, question.normal)[0]).cpu())
 
     low = math.log(COVARIANCE_SCALE_BOUNDS[0])
     if too_wide(low):
