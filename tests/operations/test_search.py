@@ -7,15 +7,13 @@ import math
 import pytest
 import torch
 
+from errbar import metrics
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.sampling import SamplingRoot
 from errbar._operations.held_out import HeldOut
+from errbar._operations.question import LITTLE, NAMES, OBJECTIVES, TWO
 from errbar._operations.search import (
     ABOVE_TEMPERATURE_SCALING,
-    LITTLE,
-    NAMES,
-    OBJECTIVES,
-    TWO,
     best_calibration,
     calibration_near,
     largest_covariance,
@@ -81,6 +79,20 @@ def test_every_objective_takes_three_values_and_is_not_worse_than_before(objecti
     normal = held_out.draws(200, 0)
     before, after = (OBJECTIVES[objective].value(held_out, at, normal) for at in (start, found))
     assert after <= before + 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_the_ece_of_the_search_is_that_of_the_metrics(scale: float) -> None:
+    """Confidences at the edges of bins too: one input is certain, one has two classes alike."""
+    held_out = problem(300)
+    held_out.mean[0] = torch.tensor([1e3, 0.0, 0.0, 0.0])
+    held_out.mean[1] = torch.tensor([0.0, 0.0, -1e3, -1e3])
+    held_out.root.values[:2] = 0
+    at, normal = Calibration(0.8, scale), held_out.draws(50, 0)
+    pmf = held_out.pmf(at, normal)[0]
+    assert float(pmf[0].max()) == 1
+    assert float(pmf[1].max()) == 0.5
+    assert OBJECTIVES["ece"].value(held_out, at, normal) == pytest.approx(metrics.ece(pmf, held_out.labels), abs=1e-12)
 
 
 @pytest.mark.parametrize("objective", ["nll", "brier"])

@@ -337,10 +337,14 @@ def blocks(sampler: Sampler) -> Iterator[tuple[int, int]]:
 def covariance_of_draws(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M M"]:
     """(1/K) Σ_k (f⁽ᵏ⁾ − f̂)(·)ᵀ."""
     deviations = values - values.mean(2, keepdim=True)
+    count = values.shape[2]
+    if count <= _PRODUCT_DRAWS:
+        # One product needs no sum: its M² numbers would be converted to float64 and back.
+        return (deviations @ deviations.mT).div_(count)
     total = torch.zeros(*values.shape[:2], values.shape[1], dtype=torch.float64, device=values.device)
     for part in deviations.split(_PRODUCT_DRAWS, 2):
         total += part @ part.mT
-    return total.div_(values.shape[2]).to(values.dtype)
+    return total.div_(count).to(values.dtype)
 
 
 def error_of_draws(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:

@@ -15,7 +15,8 @@ from errbar._distributions.calibration import Calibration
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Unpack
 from errbar._operations.held_out import read_held_out
-from errbar._operations.search import NAMES, OBJECTIVES, TWO, best_calibration
+from errbar._operations.question import NAMES, OBJECTIVES, TWO
+from errbar._operations.search import best_calibration
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import affordable_draws
 from errbar.errors import ArgumentError, CalibrationWarning

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.execution import plain_execution
-from errbar._base.linalg import exp_without_subnormals_
+from errbar._base.linalg import exp_without_subnormals_, softmax_without_subnormals_
 from errbar._curvature.task import Task
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team
@@ -29,8 +29,8 @@ from errbar._posterior.posterior import Posterior
 from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
 from errbar.errors import DataError
 
-# Samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
-_BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
+# Bytes of the samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
+_BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**29}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ class HeldOut:
         self, at: Calibration, normal: Float[Tensor, "d K"]
     ) -> Iterator[tuple[slice, Float[Tensor, "b M K"], Float[Tensor, "b M"]]]:
         """Rows, √T_c A z/T(x) and ĝ/T(x); their sum are the samples of the logits."""
-        limit = _BLOCK_ELEMENTS.get(self.mean.device.type, _BLOCK_ELEMENTS["cpu"])
-        size = max(1, limit // (self.mean.shape[1] * normal.shape[1]))
+        limit = _BLOCK_BYTES.get(self.mean.device.type, _BLOCK_BYTES["cpu"])
+        size = max(1, limit // (self.mean.shape[1] * normal.shape[1] * self.mean.element_size()))
         for start in range(0, len(self.mean), size):
             rows = slice(start, start + size)
             scale = math.sqrt(at.covariance_scale) / at.temperature
@@ -149,10 +149,9 @@ class HeldOut:
         pmf = torch.empty_like(self.mean)
         slopes = {name: torch.empty_like(self.mean) for name in names}
         for rows, spread, mean in self._blocks(at, normal):
-            values = spread + mean[:, :, None]
-            values -= values.amax(1, keepdim=True)
-            exp_without_subnormals_(values)
-            values /= values.sum(1, keepdim=True)
+            # Without slopes the spread is not needed again, and its memory is in the cache.
+            logits = spread + mean[:, :, None] if names else spread.add_(mean[:, :, None])
+            values = softmax_without_subnormals_(logits)
             pmf[rows] = values.mean(2)
             if not names:
                 continue

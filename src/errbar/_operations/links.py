@@ -17,12 +17,9 @@ from torch import Tensor
 from errbar import metrics
 from errbar._distributions.calibration import Calibration
 from errbar._operations.held_out import HeldOut
+from errbar._operations.question import LITTLE, NAMES, OBJECTIVES, TWO
 from errbar._operations.search import (
-    LITTLE,
-    NAMES,
-    OBJECTIVES,
     TEMPERATURE_BOUNDS,
-    TWO,
     best_calibration,
     calibration_near,
     temperature_scaling,

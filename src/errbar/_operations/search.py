@@ -14,7 +14,7 @@ how T(x) varies, and not its level, so the three hardly depend on each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -23,144 +23,34 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from errbar import metrics
-from errbar._base.optimise import Slopes, pattern_search, quasi_newton, turning_point
+from errbar._base.optimise import Slopes, quasi_newton, turning_point
 from errbar._distributions.calibration import Calibration
+from errbar._operations.ece_search import distinct, least_ece, least_ece_near
 from errbar._operations.held_out import HeldOut
+from errbar._operations.question import (
+    LITTLE,
+    LOG_LIKELIHOOD_RATIO,
+    NAMES,
+    NEGLIGIBLE_NATS,
+    OBJECTIVES,
+    TWO,
+    Minimum,
+    Objective,
+    Question,
+)
 
 TEMPERATURE_BOUNDS = (1e-2, 1e2)
 COVARIANCE_SCALE_BOUNDS = (1e-4, 1e4)
 # c times the median of v̄: below, T(x) is constant to a tenth of a per cent; above, it is proportional to √v̄.
 SOFTENING_BOUNDS = (1e-3, 1e3)
-NAMES = ("temperature", "covariance_scale", "softening")
-TWO = NAMES[:2]
-# N (NLL − its minimum) is a log-likelihood ratio: up to 2, ln T_c is within two standard deviations of its optimum
-# (Wilks). With few samples that permits much worse PMFs, so it is also limited, in nats per sample, to 0.08 % of a
-# probability. With other draws than those of the search the loss differs: up to 1e-3 averaged over seeds. With a
-# softening the gains are smaller than that, so less of them is given away.
-_LOG_LIKELIHOOD_RATIO = 2.0
-_NEGLIGIBLE_NATS = 8e-4
-LITTLE = 1e-4
 # How much worse than temperature scaling the PMF may become for the sake of T_c, in nats per sample.
 ABOVE_TEMPERATURE_SCALING = 3e-4
 # If T is small for the logits at hand, the softmax of a draw is nearly 0 or 1 and a PMF counts which class wins: a
 # class that no draw favours has probability zero. On the held-out data this can look as good as anything; on other data
 # the NLL is huge. Temperature scaling says what is small: T stays above this share of its T.
 _LEAST_SHARE_OF_TEMPERATURE = 0.3
-_CANDIDATES = {True: 3, False: 8}  # for smooth objectives and for others
+_CANDIDATES = 3
 _COARSE_SAMPLES = 100
-# Draws of the pattern search before its last steps: an ECE of thousands of inputs hardly depends on them.
-_PATTERN_SAMPLES = 200
-
-Minimum = tuple[float, Tensor]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A score to minimise, of (ĝ and P^g, calibration, draws), with its gradient and a curvature if it is smooth."""
-
-    value: Callable[[HeldOut, Calibration, Tensor], float]
-    slopes: Callable[[HeldOut, Calibration, Tensor, Sequence[str]], Slopes] | None
-    is_likelihood: bool = False
-
-
-def _nll_slopes(held_out: HeldOut, at: Calibration, normal: Tensor, names: Sequence[str]) -> Slopes:
-    """With s the derivatives of ln f_y of an input: −E s and, as an estimate of the Hessian, E s sᵀ."""
-    value, slopes = held_out.log_likelihood(at, normal, names)
-    each = torch.stack([slopes[name] for name in names]).cpu()
-    return -float(value.mean()), -each.mean(1), each @ each.T / each.shape[1]
-
-
-def _brier(held_out: HeldOut, at: Calibration, normal: Tensor) -> float:
-    return metrics.brier(held_out.pmf(at, normal)[0], held_out.labels)
-
-
-def _brier_slopes(held_out: HeldOut, at: Calibration, normal: Tensor, names: Sequence[str]) -> Slopes:
-    """2 E (f − e_y)ᵀ ∂f, and the curvature of Gauss and Newton, 2 E (∂f)ᵀ ∂f."""
-    pmf, slopes = held_out.pmf(at, normal, names)
-    error = pmf - torch.nn.functional.one_hot(held_out.labels, pmf.shape[1]).to(pmf)
-    each = torch.stack([slopes[name].flatten() for name in names]).double()
-    gradient, curvature = each @ error.flatten().double(), each @ each.T
-    return (
-        metrics.brier(pmf, held_out.labels),
-        2 * gradient.cpu() / len(pmf),
-        2 * curvature.cpu() / len(pmf),
-    )
-
-
-def _ece(held_out: HeldOut, at: Calibration, normal: Tensor) -> float:
-    return metrics.ece(held_out.pmf(at, normal)[0], held_out.labels)
-
-
-OBJECTIVES = {
-    "nll": Objective(HeldOut.nll, _nll_slopes, is_likelihood=True),
-    "brier": Objective(_brier, _brier_slopes),
-    "ece": Objective(_ece, None),
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """An objective as a function of the logarithms of the fitted values, for these draws.
-
-    What is not among `names` is that of `start`; `most` is what may be given away for the sake of T_c. With T and c
-    among them, the first coordinate is that of T(x) at the median of v̄.
-    """
-
-    held_out: HeldOut
-    objective: Objective
-    names: tuple[str, ...]
-    start: Calibration
-    normal: Float[Tensor, "d K"]
-    most: float = _NEGLIGIBLE_NATS
-
-    @cached_property
-    def _typical(self) -> float:
-        """The v̄ at which the first coordinate is the temperature; 0 unless both T and c are fitted."""
-        return self.held_out.typical_variance() if {"temperature", "softening"} <= set(self.names) else 0.0
-
-    def at(self, point: Tensor) -> Calibration:
-        values = {name: math.exp(float(x)) for name, x in zip(self.names, point, strict=True)}
-        if self._typical:
-            values["temperature"] /= math.sqrt(1 + values["softening"] * self._typical)
-        return replace(self.start, **values)
-
-    def point(self, at: Calibration) -> Float[Tensor, "d"]:
-        """The coordinates of a calibration; zero, which has no logarithm, counts as one."""
-        values = {name: math.log(getattr(at, name) or 1.0) for name in self.names}
-        if self._typical:
-            values["temperature"] += 0.5 * math.log1p(at.softening * self._typical)
-        return torch.tensor([values[name] for name in self.names], dtype=torch.float64)
-
-    def value(self, point: Tensor) -> float:
-        return self.objective.value(self.held_out, self.at(point), self.normal)
-
-    def slopes(self, point: Tensor) -> Slopes:
-        assert self.objective.slopes is not None
-        at = self.at(point)
-        value, gradient, curvature = self.objective.slopes(self.held_out, at, self.normal, self.names)
-        if self._typical:
-            # With the first coordinate held, c lowers ln T by ½ c v/(1 + c v).
-            excess = at.softening * self._typical
-            turn = torch.eye(len(self.names), dtype=torch.float64)
-            turn[self.names.index("temperature"), self.names.index("softening")] = -excess / (2 * (1 + excess))
-            gradient, curvature = turn.T @ gradient, turn.T @ curvature @ turn
-        return value, gradient, curvature
-
-    def nll(self, point: Tensor) -> float:
-        return self.held_out.nll(self.at(point), self.normal)
-
-    def with_draws(self, count: int) -> Question:
-        """The same with the first draws alone."""
-        return replace(self, normal=self.normal[:, :count])
-
-    @property
-    def allowance(self) -> float:
-        """A difference that the data hardly determine, in nats per sample; for other objectives in their units."""
-        return min(_LOG_LIKELIHOOD_RATIO / len(self.held_out), self.most)
-
-    def ranked(self, points: Sequence[Tensor]) -> list[Minimum]:
-        return sorted(((self.value(point), point) for point in points), key=lambda pair: pair[0])
 
 
 @dataclass(frozen=True)
@@ -206,7 +96,7 @@ def best_calibration(
 ) -> tuple[Calibration, list[str]]:
     """The best values, and the texts of warnings; `most` is the most that may be given away for the sake of T_c."""
     if most is None:
-        most = LITTLE if "softening" in names else _NEGLIGIBLE_NATS
+        most = LITTLE if "softening" in names else NEGLIGIBLE_NATS
     question = Question(held_out, objective, names, start, held_out.draws(samples, seed), most)
     if "softening" not in names:
         return _Plain(question).answer()
@@ -324,18 +214,16 @@ class _Plain:
             candidates.append(_nearly_without_covariance(question, scaling, float(floor[0]), most))
             lower, floor = lower.clone(), floor.clone()
             lower[1] = floor[1] = min(float(lower[1]), float(candidates[-1][1]))
-        coarse = question.with_draws(_COARSE_SAMPLES)
         first = _grid(question, scaling.gentlest, lower, upper)
         if question.objective.slopes is None:
-            first += _right_on_average(coarse, lower, upper)
-        grid = [point for _, point in coarse.ranked(first)]
-        count = _CANDIDATES[question.objective.slopes is not None]
-        gentle_ones = [point for point in grid if bool(point[0] >= floor[0])][:count]
+            return least_ece(question, candidates, first, lower, upper), floor, lower
+        grid = [point for _, point in question.with_draws(_COARSE_SAMPLES).ranked(first)]
+        gentle_ones = [point for point in grid if bool(point[0] >= floor[0])][:_CANDIDATES]
         value, point = _minimise(question, candidates, gentle_ones, floor, upper)
-        sharp_ones = [point for point in grid[:count] if bool(point[0] < floor[0])]
+        sharp_ones = [point for point in grid[:_CANDIDATES] if bool(point[0] < floor[0])]
         if sharp_ones or bool((point[0] <= floor[0]) & (floor[0] > lower[0])):
             sharp_value, sharp = _minimise(question, [point], sharp_ones, lower, upper)
-            if sharp_value < value - _LOG_LIKELIHOOD_RATIO / len(question.held_out):
+            if sharp_value < value - LOG_LIKELIHOOD_RATIO / len(question.held_out):
                 value, point, floor = sharp_value, sharp, lower
         return (value, point), floor, lower
 
@@ -403,20 +291,11 @@ class _Softened:
                 starts.append(point)
         starts = [point.clamp(lower, upper) for point in starts]
         if question.objective.slopes is None:
-            return _minimise(question, [without.clamp(lower, upper)], starts, lower, upper)
+            return least_ece_near(question, [without.clamp(lower, upper), *starts], lower, upper)
         coarse = question.with_draws(_COARSE_SAMPLES)
         ends = [quasi_newton(coarse.slopes, point, lower, upper, enough=1e-5)[1] for point in starts]
-        _, best = question.ranked(_distinct(ends))[0]
+        _, best = question.ranked(distinct(ends))[0]
         return quasi_newton(question.slopes, best, lower, upper)
-
-
-def _distinct(points: Sequence[Tensor]) -> list[Tensor]:
-    """Points that are further than a hundredth from each other."""
-    kept: list[Tensor] = []
-    for point in points:
-        if all(float((point - other).abs().max()) > 1e-2 for other in kept):
-            kept.append(point)
-    return kept
 
 
 def _minimise(
@@ -424,8 +303,6 @@ def _minimise(
 ) -> Minimum:
     """The best of the minima near the best of the grid and near the best of the starts."""
     starts = [point.clamp(lower, upper) for point in starts]
-    if question.objective.slopes is None:
-        return _minimise_in_steps(question, [*starts, *grid], lower, upper)
     best = question.ranked(starts)[0]
     if grid:
         _, point = question.ranked(grid)[0]
@@ -433,22 +310,6 @@ def _minimise(
         if minimum[0] <= best[0]:
             return minimum
     return quasi_newton(question.slopes, best[1], lower, upper)
-
-
-def _minimise_in_steps(question: Question, starts: Sequence[Tensor], lower: Tensor, upper: Tensor) -> Minimum:
-    """Of similar minima, the one with the best NLL, because a flat PMF may have an ECE as small as any.
-
-    Fewer draws find the minima; all of them choose between these and make the last steps.
-    """
-    fewer = question.with_draws(_PATTERN_SAMPLES)
-    likely = min(starts, key=fewer.nll)
-    best = [point for _, point in fewer.ranked(starts)[: max(5 - 2 * len(lower), 1)]]
-    ends = [pattern_search(fewer.value, point, lower, upper)[1] for point in _distinct([likely, *best])]
-    minima = [pattern_search(question.value, point, lower, upper, rounds=8, step=0.04) for point in _distinct(ends)]
-    minima.append((question.value(starts[0]), starts[0]))
-    least = min(value for value, _ in minima)
-    alike = [pair for pair in minima if pair[0] <= least + question.allowance / 4]
-    return min(alike, key=lambda pair: question.nll(pair[1]))
 
 
 def _nearly_without_covariance(question: Question, scaling: Scaling, floor: float, limit: float) -> Float[Tensor, "2"]:
@@ -538,27 +399,6 @@ def _grid(question: Question, temperature: float, lower: Tensor, upper: Tensor) 
     axes = {"temperature": temperatures, "covariance_scale": [*scales, 1.0]}
     points = [torch.tensor(values, dtype=torch.float64).log() for values in product(*(axes[name] for name in names))]
     return [point.clamp(lower, upper) for point in points]
-
-
-def _right_on_average(coarse: Question, lower: Tensor, upper: Tensor) -> list[Float[Tensor, "d"]]:
-    """Points at which the mean confidence equals the accuracy: the ECE is never less than their difference.
-
-    For each of several T_c this T is found by bisection: the confidence falls with T, which hardly moves the accuracy.
-    If only one of them is fitted, the points are an even grid on a line, which costs no more.
-    """
-    if len(coarse.names) == 1:
-        return list(torch.linspace(float(lower), float(upper), 100, dtype=torch.float64)[:, None])
-    held_out, points = coarse.held_out, []
-    for scale in torch.linspace(float(lower[1]), float(upper[1]), 28, dtype=torch.float64)[:, None]:
-
-        def too_flat(log_temperature: float, scale: Tensor = scale) -> bool:
-            at = coarse.at(torch.cat([torch.tensor([log_temperature], dtype=torch.float64), scale]))
-            confidence, label = held_out.pmf(at, coarse.normal)[0].max(1)
-            return float(confidence.double().mean()) < float((label == held_out.labels).double().mean())
-
-        turn = turning_point(too_flat, float(lower[0]), float(upper[0]), within=0.1)
-        points.append(torch.cat([torch.tensor([turn], dtype=torch.float64), scale]))
-    return points
 
 
 def _edges(
