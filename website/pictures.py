@@ -3,11 +3,12 @@
     python website/pictures.py               writes docs/pictures/*.png
 
 All come from one small network for points of three classes, except the two digits, which are those of the tutorial: its
-own code is run for them.
+own code is run for them, and the cost against the number of classes, which is from bench/results/classes.json.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -148,8 +149,34 @@ def two_digits(folder: Path) -> bytes:
     return (folder / "two-digits.png").read_bytes()
 
 
+def classes() -> Figure:
+    """The cost of a fit and of a prediction in forward passes, and the factorisation, against the number of classes."""
+    rows = json.loads((pages.DOCS.parent / "bench" / "results" / "classes.json").read_text())["rows"]
+    figure = Figure(figsize=(7.6, 2.7), layout="constrained")
+    axes = figure.subplots(1, 3)
+    keys = ("fit, passes per sample", "predict, passes per input", "factorise, s")
+    titles = ("fit, forward passes\nper sample", "100 draws, forward passes\nper input", "factorisation, seconds\nonce")
+    for ax, key, title in zip(axes, keys, titles, strict=True):
+        for head, colour, marker in (("kron", plots.BLUE, "o"), ("diag", plots.ORANGE, "s")):
+            own = [row for row in rows if row["head"] == head]
+            line = {"color": colour, "marker": marker, "linewidth": 1.2, "markersize": 4.5, "label": f"head: {head}"}
+            ax.plot([row["classes"] for row in own], [max(row[key], 1e-3) for row in own], **line)
+        ax.set_xscale("log")
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel("classes M", fontsize=9)
+        ax.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    for ax in axes[:2]:
+        ax.set_ylim(bottom=0)
+    axes[2].set_yscale("log")
+    axes[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
+    classes().savefig(PICTURES / "classes.png", dpi=150, metadata={"Software": None})
     posterior = errbar.calibrate(classifier(), [points(600, seed=1)])
     for draw in (plane, logits, samples, reliability):
         draw(posterior).savefig(PICTURES / f"{draw.__name__}.png", dpi=150, metadata={"Software": None})
