@@ -357,4 +357,6 @@ def _summed_cost(parts: Sequence[Cost], work: Workload) -> Cost:
         sum(part.input_products for part in parts) - again * drawing_products(work, full=False),
         (seeds[0], seeds[1]),
         exact=False,
+        first_products=sum(part.first_products for part in parts),
+        draw_products=sum(part.draw_products for part in parts),
     )
