@@ -48,7 +48,8 @@ ABOVE_TEMPERATURE_SCALING = 3e-4
 # the NLL is huge. Temperature scaling says what is small: T stays above this share of its T.
 _LEAST_SHARE_OF_TEMPERATURE = 0.3
 _CANDIDATES = {True: 3, False: 8}  # for smooth objectives and for others
-_COARSE_SAMPLES = 100
+# Draws for the many points at which the search begins: a part of all, because these choose between the best few.
+_COARSE_SAMPLES, _COARSE_SHARE, _LEAST_COARSE = 100, 5, 20
 # Draws of the pattern search before its last steps: an ECE of thousands of inputs hardly depends on them.
 _PATTERN_SAMPLES = 200
 
@@ -153,6 +154,10 @@ class Question:
     def with_draws(self, count: int) -> Question:
         """The same with the first draws alone."""
         return replace(self, normal=self.normal[:, :count])
+
+    def coarse(self) -> Question:
+        """The same with so few draws that many points cost little."""
+        return self.with_draws(min(_COARSE_SAMPLES, max(_LEAST_COARSE, self.normal.shape[1] // _COARSE_SHARE)))
 
     @property
     def allowance(self) -> float:
@@ -322,7 +327,7 @@ class _Plain:
             candidates.append(_nearly_without_covariance(question, scaling, float(floor[0]), most))
             lower, floor = lower.clone(), floor.clone()
             lower[1] = floor[1] = min(float(lower[1]), float(candidates[-1][1]))
-        coarse = question.with_draws(_COARSE_SAMPLES)
+        coarse = question.coarse()
         first = _grid(question, scaling.gentlest, lower, upper)
         if question.objective.slopes is None:
             first += _right_on_average(coarse, lower, upper)
