@@ -77,6 +77,9 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python bench/plan.py
 	$(BENCH)/bin/python bench/distributed.py
 	$(BENCH)/bin/python bench/networks.py
+	$(BENCH)/bin/python bench/whole_networks.py
+	$(BENCH)/bin/python bench/classes.py
+	$(BENCH)/bin/python bench/thousand.py
 	$(BENCH)/bin/python bench/export.py
 	$(BENCH)/bin/python bench/serve.py
 	$(BENCH)/bin/python -W ignore bench/track.py

@@ -103,7 +103,7 @@ def passes_of_fit(model: nn.Module, batches: list[Any], request: dict[str, Any],
         "short": lambda: errbar.collect(model, batches[:half], **request),
         "long": lambda: errbar.collect(model, batches, **request),
     }
-    seconds = {name: times["median"] for name, times in alternate(runs, repetitions=3).items()}
+    seconds = {name: times["median"] for name, times in alternate(runs, repetitions=2).items()}
     return (seconds["long"] - seconds["short"]) / (len(batches) - half) / seconds["forward"]
 
 
@@ -120,7 +120,7 @@ def plan(setting: Setting) -> list[dict[str, Any]]:
 
 def fit(setting: Setting) -> list[dict[str, Any]]:
     model, name = setting.network()
-    batches = list(setting.batches(4))
+    batches = list(setting.batches(2 if setting.device.type == "cpu" else 8))
     return [
         {
             "network": name,

@@ -449,6 +449,7 @@ def test_the_cost_is_that_of_the_parts() -> None:
     assert mixed.posterior_bytes == kron.posterior_bytes + block.posterior_bytes
     assert mixed.once_products == kron.once_products + block.once_products
     assert mixed.seeds[0] == kron.seeds[0] + block.seeds[0]
+    assert mixed.draw_products == kron.draw_products + block.draw_products > 0
     assert mixed.fit_bytes >= max(kron.fit_bytes, block.fit_bytes)
     assert mixed.fit_bytes <= kron.fit_bytes + block.fit_bytes
 

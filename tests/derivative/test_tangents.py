@@ -31,12 +31,26 @@ class Residual(nn.Module):
         return self.head(torch.cat([y.mean((2, 3)), F.avg_pool2d(x, 2).flatten(2).sum(2)], 1))
 
 
+class Sliced(nn.Module):
+    """Every second pixel beside new channels, rows and columns that change places, and one row of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        narrow = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 2, 2))
+        return self.head(torch.tanh(narrow.transpose(-1, 2)[:, :, -1]).flatten(1)[:, 4:20])
+
+
 def layers(*parts: nn.Module) -> nn.Module:
     return nn.Sequential(*parts)
 
 
 NETWORKS = {
     "residual": Residual,
+    "sliced": Sliced,
     "in place": lambda: layers(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU6(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 3)
     ),
@@ -109,10 +123,12 @@ class Mixing(nn.Module):
             return y * self.scale
         if self.kind == "weight":
             return y + self.layer.weight.norm()
+        if self.kind == "part of the samples":
+            return torch.cat([y[:1], y[1:]])
         return y.flip(0).flip(0)
 
 
-@pytest.mark.parametrize("kind", ["product", "weight", "order"])
+@pytest.mark.parametrize("kind", ["product", "weight", "order", "part of the samples"])
 def test_what_has_no_rule_says_so_and_is_left_to_the_general_way(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Mixing(kind).double(), torch.randn(4, 2, 5, 4, dtype=torch.float64)

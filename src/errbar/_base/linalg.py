@@ -19,6 +19,8 @@ from errbar.errors import CovarianceError, SingularCovarianceError
 # Jitter is tried in steps of a hundred, as a share of the mean diagonal, from the rounding of float64 upwards.
 _FIRST_JITTER = 1e-14
 _MIRRORED_ROWS = 512
+# Rows of a square that are multiplied at a time, up to the diagonal: fewer save more, and are slower products.
+_SQUARED_ROWS = 128
 # Numbers cast at a time when a float32 product is added to a float64 sum.
 _ADDED_NUMBERS = 2**20
 # Vectors and steps of a subspace iteration: enough to tell an eigenvalue that is 5 % above all others.
@@ -115,6 +117,21 @@ def add_in_place(total: Float[Tensor, "m k"], product: Float[Tensor, "m k"]) -> 
     step = max(1, _ADDED_NUMBERS // max(1, total.shape[1]))
     for start in range(0, len(total), step):
         total[start : start + step] += product[start : start + step]
+
+
+def add_lower_square_(total: Float[Tensor, "m m"], columns: Float[Tensor, "m k"]) -> None:
+    """total += columns columnsᵀ in the lower triangle: the product in the dtype of `columns`, the sum in float64.
+
+    What is above the diagonal is undefined until `mirror_`. On a CPU some rows at a time, up to the diagonal, which
+    saves nearly half of the multiplications; a GPU is quicker with one large product.
+    """
+    step = _SQUARED_ROWS if total.device.type == "cpu" else max(1, len(total))
+    for start in range(0, len(total), step):
+        stop = min(start + step, len(total))
+        if columns.dtype == torch.float64:
+            total[start:stop, :stop].addmm_(columns[start:stop], columns[:stop].mT)
+        else:
+            add_in_place(total[start:stop, :stop], columns[start:stop] @ columns[:stop].mT)
 
 
 def cholesky_in_place(matrix: Float[Tensor, "*B n n"]) -> Float[Tensor, "*B n n"] | None:

@@ -271,9 +271,9 @@ class KroneckerAccumulator:
         scores = None if self.task.scores is None else self.task.scores(batch, logits)
         for layer in self.route.layers:
             for call in trace.calls[layer.name]:
-                uses = layer.inner(call.inputs).to(self.dtype).flatten(0, 1)
-                self.count[layer.name] += len(uses)
-                _add_square(self.inner[layer.name], uses)
+                uses = layer.inner_columns(call.inputs).to(self.dtype)
+                self.count[layer.name] += uses.shape[1]
+                linalg.add_lower_square_(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
                 self.outer[layer.name] += _summed_fisher(logits, self.task.fisher, self.dtype, scores)
         names = self.route.differentiated(trace)
@@ -302,8 +302,7 @@ class KroneckerAccumulator:
             derivatives = trace.derivatives(names, columns.to(logits.dtype))
             for layer in self.route.layers:
                 for derivative in derivatives.get(layer.name, ()):
-                    rows = layer.outer(derivative).to(self.dtype).transpose(2, 3).reshape(-1, layer.outputs)
-                    _add_square(self.outer[layer.name], rows)
+                    linalg.add_lower_square_(self.outer[layer.name], layer.outer_columns(derivative).to(self.dtype))
             for where, rows in self.route.of_norms(derivatives):
                 self.rest[where] += rows.to(self.dtype).square().sum((0, 1), dtype=torch.float64)
 
@@ -319,14 +318,6 @@ class KroneckerAccumulator:
         ]
         rest = DiagonalSum(self.rest)
         return KroneckerSum(self.route.n_parameters, tuple(blocks), self.route.rest_spans, rest, _largest(self.rest))
-
-
-def _add_square(total: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> None:
-    """total += rowsᵀ rows: the product in the dtype of `rows`, the sum in float64."""
-    if rows.dtype == torch.float64:
-        total.addmm_(rows.T, rows)
-    else:
-        linalg.add_in_place(total, rows.T @ rows)
 
 
 def _summed_fisher(

@@ -31,7 +31,7 @@ ADDED_PRODUCTS = 200
 # on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
 # A draw of the parameters that is pushed forward, and a backward pass for one class, in forward passes.
-_PUSH_PASSES, BACKWARD_PASSES = 1.5, 2.0
+_PUSH_PASSES, BACKWARD_PASSES = 1.0, 2.0
 # Draws of the parameters, and what they become inside the network, take so many bytes at a time.
 PUSHED_BYTES = {"cpu": 2**28, "cuda": 2**33}
 # What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.

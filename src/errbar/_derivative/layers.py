@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
@@ -272,6 +273,25 @@ class Patches:
         patches: Tensor = F.unfold(images, self.kernel, self.dilation, 0, self.stride)
         return patches.mT
 
+    def columns(self, inputs: Float[Tensor, "B c *size"]) -> Float[Tensor, "q BT"]:
+        """The patches of all samples as columns, by one copy for each place of the kernel.
+
+        `unfold` takes one sample after the other, and its columns lie apart: to put those of all samples together
+        takes far longer than to make them.
+        """
+        padded = F.pad(inputs, self.padding, mode=self.mode) if any(self.padding) else inputs
+        images = (padded[:, :, None] if padded.ndim == 3 else padded).transpose(0, 1).contiguous()
+        reach = [step * (count - 1) for step, count in zip(self.dilation, self.kernel, strict=True)]
+        sizes = [(n - r - 1) // s + 1 for n, r, s in zip(images.shape[2:], reach, self.stride, strict=True)]
+        rows = images.new_empty(len(images), self.kernel[0] * self.kernel[1], images.shape[1], *sizes)
+        places = product(*(range(0, r + 1, step) for r, step in zip(reach, self.dilation, strict=True)))
+        for index, first in enumerate(places):
+            down, right = (
+                slice(start, start + (n - 1) * s + 1, s) for start, n, s in zip(first, sizes, self.stride, strict=True)
+            )
+            rows[:, index] = images[:, :, down, right]
+        return rows.flatten(2).flatten(0, 1)
+
 
 @dataclass(frozen=True)
 class SharedLayer(LinearLayer):
@@ -294,6 +314,19 @@ class SharedLayer(LinearLayer):
         if self.patches is not None:
             return self.augmented(self.patches.unfolded(inputs))
         return self.augmented(inputs.reshape(len(inputs), -1, self.inputs))
+
+    def inner_columns(self, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "p BT"]:
+        """h_t of one call as columns, of all samples and uses together."""
+        if self.patches is None or self.weight is None:
+            return self.inner(inputs).flatten(0, 1).mT
+        columns = self.patches.columns(inputs)
+        return columns if self.bias is None else torch.cat([columns, columns.new_ones(1, columns.shape[1])])
+
+    def outer_columns(self, derivative: Float[Tensor, "k B ..."]) -> Float[Tensor, "d kBT"]:
+        """V_t of one call as columns, from the derivative by its output."""
+        if self.patches is not None:
+            return derivative.flatten(3).permute(2, 0, 1, 3).flatten(1)
+        return derivative.reshape(-1, self.outputs).mT
 
     def outer(self, derivative: Float[Tensor, "k B ..."]) -> Float[Tensor, "B k d T"]:
         """V_t of one call, from the derivative by its output."""

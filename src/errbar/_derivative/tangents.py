@@ -289,6 +289,25 @@ def _view(operation: Any, x: Tensor, shape: Sequence[int]) -> Tensor:
     return Pushed(seen, tangent.reshape(len(seen), tangent.shape[1], *seen.shape[1:]))
 
 
+def _along_a_dimension(operation: Any, x: Tensor, dim: int = 0, *args: Any) -> Tensor:
+    """A slice, or one of its places, in a dimension other than that of the samples."""
+    primal, tangent = _parts(x)
+    assert tangent is not None
+    dim = dim % primal.ndim
+    if dim == 0:
+        raise NoRuleError("a part of the samples")
+    return Pushed(operation(primal, dim, *args), operation(tangent, dim + 1, *args))
+
+
+def _turned(operation: Any, x: Tensor, first: int, second: int) -> Tensor:
+    primal, tangent = _parts(x)
+    assert tangent is not None
+    one, other = first % primal.ndim, second % primal.ndim
+    if 0 in (one, other):
+        raise NoRuleError("samples that are transposed")
+    return Pushed(operation(primal, one, other), operation(tangent, one + 1, other + 1))
+
+
 def _transposed(operation: Any, x: Tensor) -> Tensor:
     if not isinstance(x, Pushed) or not x.of_parameter:
         raise NoRuleError("samples that are transposed")
@@ -344,6 +363,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _mean,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
+    aten.slice.Tensor: _along_a_dimension,
+    aten.select.int: _along_a_dimension,
+    aten.transpose.int: _turned,
     aten.t.default: _transposed,
     aten.addmm.default: _affine,
     aten.mm.default: lambda operation, x, weight: _affine(operation, None, x, weight),

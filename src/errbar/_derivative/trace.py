@@ -148,6 +148,12 @@ def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Flo
         return []
     if not logits.requires_grad:
         return [a.detach().new_zeros(len(seeds), *a.shape) for a in outputs]
+    gradients: tuple[Tensor | None, ...]
+    if len(seeds) == 1:
+        # The kernels for a mapped dimension take twice as long, the more so where convolutions have groups.
+        alone = torch.autograd.grad(logits, outputs, seeds[0], allow_unused=True, retain_graph=True)
+        gradients = tuple(None if gradient is None else gradient[None] for gradient in alone)
+        return _zero_where_unused(outputs, gradients, 1)
     try:
         with quiet_vmap():
             gradients = torch.autograd.grad(
@@ -157,8 +163,12 @@ def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Flo
         # An operation without a batching rule: one seed after the other.
         rows = [torch.autograd.grad(logits, outputs, seed, allow_unused=True, retain_graph=True) for seed in seeds]
         columns = zip(*rows, strict=True)
-        gradients = tuple(None if column[0] is None else torch.stack(column) for column in columns)  # type: ignore[misc]
+        gradients = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+    return _zero_where_unused(outputs, gradients, len(seeds))
+
+
+def _zero_where_unused(outputs: list[Tensor], gradients: Sequence[Tensor | None], count: int) -> list[Tensor]:
     return [
-        a.detach().new_zeros(len(seeds), *a.shape) if gradient is None else gradient
+        a.detach().new_zeros(count, *a.shape) if gradient is None else gradient
         for a, gradient in zip(outputs, gradients, strict=True)
     ]

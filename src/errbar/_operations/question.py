@@ -28,6 +28,9 @@ LITTLE = 1e-4
 # Between the bins of the ECE.
 _EDGES = torch.arange(1, 10, dtype=torch.float64) / 10
 
+# Draws for the many points at which the search begins: a part of all, because these choose between the best few.
+_COARSE_SAMPLES, _COARSE_SHARE, _LEAST_COARSE = 100, 5, 20
+
 Minimum = tuple[float, Tensor]
 
 
@@ -133,6 +136,10 @@ class Question:
     def with_draws(self, count: int) -> Question:
         """The same with the first draws alone."""
         return replace(self, normal=self.normal[:, :count])
+
+    def coarse(self) -> Question:
+        """The same with so few draws that many points cost little."""
+        return self.with_draws(min(_COARSE_SAMPLES, max(_LEAST_COARSE, self.normal.shape[1] // _COARSE_SHARE)))
 
     @property
     def allowance(self) -> float:

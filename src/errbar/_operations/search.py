@@ -50,7 +50,6 @@ ABOVE_TEMPERATURE_SCALING = 3e-4
 # the NLL is huge. Temperature scaling says what is small: T stays above this share of its T.
 _LEAST_SHARE_OF_TEMPERATURE = 0.3
 _CANDIDATES = 3
-_COARSE_SAMPLES = 100
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class _Plain:
         first = _grid(question, scaling.gentlest, lower, upper)
         if question.objective.slopes is None:
             return least_ece(question, candidates, first, lower, upper), floor, lower
-        grid = [point for _, point in question.with_draws(_COARSE_SAMPLES).ranked(first)]
+        grid = [point for _, point in question.coarse().ranked(first)]
         gentle_ones = [point for point in grid if bool(point[0] >= floor[0])][:_CANDIDATES]
         value, point = _minimise(question, candidates, gentle_ones, floor, upper)
         sharp_ones = [point for point in grid[:_CANDIDATES] if bool(point[0] < floor[0])]
@@ -292,7 +291,7 @@ class _Softened:
         starts = [point.clamp(lower, upper) for point in starts]
         if question.objective.slopes is None:
             return least_ece_near(question, [without.clamp(lower, upper), *starts], lower, upper)
-        coarse = question.with_draws(_COARSE_SAMPLES)
+        coarse = question.coarse()
         ends = [quasi_newton(coarse.slopes, point, lower, upper, enough=1e-5)[1] for point in starts]
         _, best = question.ranked(distinct(ends))[0]
         return quasi_newton(question.slopes, best, lower, upper)

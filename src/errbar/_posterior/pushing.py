@@ -23,10 +23,9 @@ from errbar._derivative.route import Route
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError
 
-# Bytes of the derivatives of the widest output of a module. On a CPU, larger ones take longer to allocate than to
-# compute;
-# with smaller ones fewer draws share the pass of the network itself.
-_WIDEST_BYTES = {"cpu": 2**26, "cuda": 2**30}
+# Bytes of the derivatives of the widest output of a module. On a CPU they should stay in the cache, and larger ones
+# take longer to allocate than to compute; with smaller ones fewer draws share the pass of the network itself.
+_WIDEST_BYTES = {"cpu": 2**24, "cuda": 2**30}
 _LEAST_TOGETHER = 8
 # Up to so many classes P^g of an input is small, and all samples are taken.
 FEW_CLASSES = 100
