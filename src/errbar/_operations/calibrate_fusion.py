@@ -43,10 +43,11 @@ from errbar._operations.overlap import Overlap
 from errbar._posterior.posterior import Posterior
 from errbar.errors import CalibrationWarning, DataError, MismatchError
 
-# In nats per sample: what a simpler variant may be worse by, out of fold, if that is within one standard error. With
-# fewer data more, because then cross-validation itself can tell less.
-TOLERANCE = 3e-4
-_TOLERANCE_TIMES_INPUTS = 1.5
+# What a simpler variant may be worse by, out of fold, if that is within one standard error: 1.5 nats over all held-out
+# inputs, and from 300 on less, because what cross-validation does not see of too many numbers is of second order.
+_NATS, _MANY = 1.5, 300
+# In nats per input: by how much the mean of PMFs must be better to be worth a warning.
+_WORTH_A_WARNING = 3e-4
 MEAN_OF_LOGITS, MEAN_OF_PMFS, BEST_NETWORK = "mean of logits", "mean of PMFs", "best network alone"
 
 
@@ -68,8 +69,8 @@ def calibrate_fusion(
     s → ∞, the mean of the logits, and s = 0, the paper's fusion, are these variants, from the simple to the rich: the
     mean of logits, the best network alone, weighted means of logits, one s for all, an s for each, an s and an a for
     each; those with s with q = 0 and with q fitted. Each is cross-validated; the simplest is taken whose NLL out of
-    fold exceeds the least by at most one standard error of the paired difference, and by at most max(3e-4, 1.5/N) for
-    N held-out inputs. `print` of the result shows all of it.
+    fold exceeds the least by at most one standard error of the paired difference, and by at most min(1.5/N, 450/N²) for
+    N held-out inputs, or groups of them. `print` of the result shows all of it.
 
     A deep ensemble is `calibrate_fusion([autofit(m, train, held_out).posterior for m in members], held_out)`.
 
@@ -248,13 +249,22 @@ def simplest_of_best(losses: Sequence[Float[Tensor, "N"]], groups: Int[Tensor, "
     """
     groups = torch.arange(len(losses[0])) if groups is None else groups
     best = min(losses, key=lambda own: float(own.mean()))
-    limit = max(TOLERANCE, _TOLERANCE_TIMES_INPUTS / len(best))
+    limit = tolerance(int(groups.max()) + 1)
 
     def is_near(own: Float[Tensor, "N"]) -> bool:
         difference = own - best
         return float(difference.mean()) <= min(limit, standard_error(difference, groups))
 
     return next(position for position, own in enumerate(losses) if is_near(own))
+
+
+def tolerance(count: int) -> float:
+    """min(1.5/N, 450/N²), in nats per input.
+
+    >>> tolerance(100), tolerance(3000)
+    (0.015, 5e-05)
+    """
+    return _NATS / count * min(1.0, _MANY / count)
 
 
 def _complement(part: Int[Tensor, "n"], count: int) -> Int[Tensor, "m"]:
@@ -395,7 +405,7 @@ def _gains(
 def _warn_of_pmfs(table: FusionTable) -> None:
     """Say so where the mean of PMFs, which no Gaussian over logits can be, is better."""
     pmfs, chosen = table.row(MEAN_OF_PMFS), table.row(table.chosen)
-    if chosen.nll - pmfs.nll > max(TOLERANCE, _TOLERANCE_TIMES_INPUTS / table.inputs):
+    if chosen.nll - pmfs.nll > max(_WORTH_A_WARNING, tolerance(table.inputs)):
         warnings.warn(
             f"The mean of the networks' PMFs has an NLL of {pmfs.nll:.4f} out of fold, the fusion {chosen.nll:.4f}: "
             "they contradict each other more than a Gaussian over logits can say. Calibrate each posterior "
