@@ -184,8 +184,8 @@ def variants_of(readings: Readings) -> list[Variant]:
         Pool(MEAN_OF_LOGITS, count),
         Pool("weighted mean of logits", count, weighted=True, largest=largest),
     ]
-    if not bool((typical > 0).all()):
-        # Networks without a covariance: nothing to weigh by.
+    if not bool((typical > 0).any()):
+        # No network has a covariance: there is nothing to weigh by. One that has none beside others is taken by its s.
         return simple
     variances = tuple(typical.tolist())
 
