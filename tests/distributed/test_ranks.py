@@ -98,6 +98,15 @@ def test_calibration_is_the_same_on_all_ranks_and_that_of_one_process(results: A
         assert_close(found[0][what], value, 1e-6, what)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_fusion_is_the_same_on_all_ranks_and_that_of_one_process(results: Any, world: int) -> None:
+    found = [ranks["fusions"] for ranks in results(world)]
+    for what, value in in_one_process("fusions").items():
+        assert_same_bits([values[what] for values in found])
+        # As above, with slopes below 3e-5.
+        assert_close(found[0][what], value, 1e-4, what)
+
+
 @pytest.mark.parametrize("world", SEVERAL)
 def test_data_without_labels_on_one_rank_are_data_without_labels(results: Any, world: int) -> None:
     expected = in_one_process("a_data_set")["dense, matrix"]

@@ -78,8 +78,8 @@ def test_the_formula_is_that_of_dense_algebra() -> None:
         ]
         P = torch.linalg.inv(sum(torch.linalg.inv(part) for part in Q))
         mean = P @ sum(torch.linalg.inv(Q[c]) @ E.T @ g.mean[row] for c, g in enumerate(gaussians))
-        torch.testing.assert_close(answer.mean[row], E @ mean / T, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(answer.covariance[row], q / T**2 * E @ P @ E.T, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(answer.mean[row], E @ mean, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(answer.covariance[row], q * E @ P @ E.T, rtol=1e-10, atol=1e-10)
 
 
 def test_without_numbers_it_is_the_fusion_of_the_paper() -> None:
@@ -93,15 +93,29 @@ def test_without_numbers_it_is_the_fusion_of_the_paper() -> None:
 def test_large_and_equal_discrepancies_give_the_mean_of_the_logits(discrepancy: float) -> None:
     same = (discrepancy, discrepancy)
     mean = sum(centred(member.logits(NEW[0]).mean) for member in pair()) / 2
-    plain = errbar.FusedClassifier(pair(), discrepancies=same, covariance_scale=0.0)
-    torch.testing.assert_close(plain.logits(NEW[0]).mean, mean, rtol=0, atol=1e-9)
-    tempered = plain.with_calibration(temperature=1.7)
-    torch.testing.assert_close(tempered.predict(NEW[0]).pmf, torch.softmax(mean / 1.7, 1), rtol=0, atol=1e-9)
+    for T in (1.0, 1.7):
+        fused = errbar.FusedClassifier(pair(), discrepancies=same, temperature=T, covariance_scale=0.0)
+        torch.testing.assert_close(fused.logits(NEW[0]).mean, mean, rtol=0, atol=1e-9)
+        torch.testing.assert_close(fused.predict(NEW[0]).pmf, torch.softmax(mean / T, 1), rtol=0, atol=1e-9)
 
 
-def test_the_logits_hold_the_temperature_as_those_of_a_posterior_do() -> None:
+@pytest.mark.parametrize("discrepancy", [1e12, 1e100])
+def test_the_mean_of_the_logits_does_not_depend_on_q(discrepancy: float) -> None:
+    mean = sum(centred(member.logits(NEW[0]).mean) for member in pair()) / 2
+    for q in (0.0, 1e-6, 1.0):
+        fused = errbar.FusedClassifier(pair(), discrepancies=(discrepancy,) * 2, covariance_scale=q)
+        torch.testing.assert_close(fused.logits(NEW[0]).mean, mean, rtol=0, atol=1e-9)
+
+
+def test_the_logits_are_those_before_the_temperature() -> None:
+    """`logits` are N(ĝ, qP), and the PMF is the mean softmax of N(ĝ/T, qP/T²)."""
     fused = errbar.FusedClassifier(pair(), discrepancies=(0.1, 0.2), temperature=2.0, covariance_scale=0.5)
-    torch.testing.assert_close(fused.logits(NEW[0]).predict(500, 3).pmf, fused.predict(NEW[0], 500, 3).pmf)
+    torch.testing.assert_close(
+        fused.logits(NEW[0]).tempered(2.0).predict(500, 3).pmf, fused.predict(NEW[0], 500, 3).pmf, rtol=0, atol=1e-12
+    )
+    cool = fused.with_calibration(temperature=1.0)
+    torch.testing.assert_close(cool.logits(NEW[0]).mean, fused.logits(NEW[0]).mean, rtol=0, atol=0)
+    torch.testing.assert_close(cool.logits(NEW[0]).predict(500, 3).pmf, cool.predict(NEW[0], 500, 3).pmf)
 
 
 def test_a_common_factor_of_scales_and_discrepancies_is_one_of_q() -> None:
@@ -127,6 +141,33 @@ def test_covariances_of_zero_are_taken_where_there_is_a_discrepancy() -> None:
     torch.testing.assert_close(fused.mean, 0.75 * means[0] + 0.25 * means[1], rtol=1e-10, atol=1e-10)
     with pytest.raises(errbar.SingularCovarianceError, match="give it a discrepancy above zero"):
         errbar.FusedClassifier(certain).logits(NEW[0])
+
+
+def test_singular_covariances_are_taken_where_there_is_a_discrepancy() -> None:
+    """Two parameters for three contrasts: P^g has rank 2."""
+    model = seeded(lambda: perceptron(5, 2, CLASSES), 3)
+    narrow = errbar.fit(trained(model, *TRAIN, steps=20, lr=1e-2), [TRAIN], parameters=["0.bias"])
+    certain = posterior(0).with_calibration(covariance_scale=0.0)
+    s = (0.4, 0.9)
+    fused = errbar.FusedClassifier([narrow, certain], discrepancies=s).logits(NEW[0])
+    E, eye = contrasts(), torch.eye(CLASSES - 1).double()
+    for row in range(len(NEW[0])):
+        Q = [
+            E.T @ member.logits(NEW[0][row : row + 1]).covariance[0] @ E + s[c] * eye
+            for c, member in enumerate((narrow, certain))
+        ]
+        P = torch.linalg.inv(sum(torch.linalg.inv(part) for part in Q))
+        torch.testing.assert_close(fused.covariance[row], E @ P @ E.T, rtol=1e-10, atol=1e-10)
+    with pytest.raises(errbar.SingularCovarianceError, match="covariance of network 1"):
+        errbar.FusedClassifier([posterior(0), narrow], discrepancies=(0.4, 0.0)).logits(NEW[0])
+
+
+def test_a_certain_network_beside_others_is_fused_by_its_discrepancy() -> None:
+    certain = [posterior(0), posterior(1, 12).with_calibration(covariance_scale=0.0)]
+    fused = errbar.calibrate_fusion(certain, [HELD_OUT], samples=32)
+    assert fused.table is not None
+    assert "an s for each" in {row.name for row in fused.table.rows}
+    assert bool(torch.isfinite(fused.predict(NEW[0]).pmf).all())
 
 
 def test_weights_sum_to_one_and_fall_with_the_discrepancy() -> None:
@@ -196,6 +237,7 @@ def test_a_variant_scores_what_its_numbers_predict(own: bool) -> None:
     assert root is not None
     fused = errbar.FusedClassifier(pair(), **vars(numbers)).fused(gaussians)
     E = torch.as_tensor(errbar._base.linalg.contrast_basis(CLASSES, torch.device("cpu")))
+    fused = fused.tempered(numbers.temperature)
     torch.testing.assert_close(fused.mean, mean @ E.T, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(fused.covariance, E @ root @ root.mT @ E.T, rtol=1e-9, atol=1e-9)
 
@@ -207,7 +249,7 @@ def test_the_weighted_mean_of_logits_is_reached_by_large_discrepancies() -> None
     theta = torch.tensor([0.3, 0.8]).double()
     fused = errbar.FusedClassifier(pair(), **vars(pool.numbers(theta))).fused(gaussians)
     w = pool.weights(theta)
-    expected = sum(float(w[c]) * centred(part.mean) for c, part in enumerate(gaussians)) / math.exp(0.3)
+    expected = sum(float(w[c]) * centred(part.mean) for c, part in enumerate(gaussians))
     torch.testing.assert_close(fused.mean, expected, rtol=1e-7, atol=1e-7)
 
 

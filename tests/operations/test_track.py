@@ -87,6 +87,28 @@ def test_one_frame_is_the_prediction_of_it() -> None:
     torch.testing.assert_close(track.predict(500, 7).std, own.std, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"last_layers": 1, "fisher": "eta"},
+        {"last_layers": 1, "structure": "kron"},
+        {"last_layers": 1, "structure": "diag"},
+        {"last_layers": 2, "structure": "block"},
+        {"parameters": "all", "structure": "lowrank"},
+    ],
+)
+def test_one_frame_is_the_prediction_of_it_whatever_the_form_of_the_covariance(options: dict[str, object]) -> None:
+    x, y = torch.cat(films()[0]), films()[1].repeat_interleave(FRAMES)
+    made = errbar.fit(posterior().model, [(x, y)], prior=errbar.Prior(2.0), **options)  # type: ignore[arg-type]
+    for frame in (x[:1], made.logits(x[:1])):
+        track = errbar.Track(made).add(frame)
+        torch.testing.assert_close(track.predict(200, 7).pmf, made.predict(x[:1], 200, 7).pmf, rtol=0, atol=1e-8)
+    # After a second frame nothing is left of that.
+    fused = errbar.fuse([made.logits(x[:1]), made.logits(x[1:2])])
+    assert_is(track.add(x[1:2]), fused.mean[0], fused.covariance[0], within=1e-9)
+    torch.testing.assert_close(track.add(x[1:2]).predict(200, 7).pmf, fused.predict(200, 7).pmf, rtol=0, atol=1e-8)
+
+
 def test_the_order_of_frames_does_not_matter_without_fading() -> None:
     frames = films()[0][2]
     options = {"noise": errbar.frame_noise(posterior(), films()[0]), "evidence": 0.3}

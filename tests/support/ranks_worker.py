@@ -231,6 +231,21 @@ def calibration(rank: int, world: int) -> Values:
     return found
 
 
+def fusions(rank: int, world: int) -> Values:
+    """A fusion of two networks: of a data set that the ranks share, and of batches of which the last rank has all."""
+    pair = [errbar.fit(network(), data_set(), last_layers=layers) for layers in (1, 2)]
+    held_out = data_set(90, seed=7)
+    x, y = held_out[:]
+    found: Values = {}
+    for name, data in (("whole", held_out), ("own", [([x, x], y)] if rank == world - 1 else [])):
+        fused = errbar.calibrate_fusion(pair, data, samples=32)
+        assert fused.table is not None
+        found[f"{name} T"], found[f"{name} q"] = fused.temperature, fused.covariance_scale
+        found[f"{name} weights"] = torch.tensor(fused.table.weights)
+        found[f"{name} nll"] = torch.tensor([row.nll for row in fused.table.rows])
+    return found
+
+
 def sketches(rank: int, world: int) -> Values:
     """Compared by their bound, as sketches of other streams are other sketches."""
     found: Values = {}
@@ -297,6 +312,7 @@ CASES: dict[str, Callable[[int, int], Values]] = {
         labels_missing_on_one_rank,
         a_posterior,
         calibration,
+        fusions,
         sketches,
         groups,
         warned,

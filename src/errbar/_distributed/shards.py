@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch.utils.data import (
 from errbar._base.digest import digest_of
 from errbar._base.progress import track
 from errbar._distributed.team import Team
-from errbar._model.batch import Batch, Form, Unpack, batches, count_batches
+from errbar._model.batch import Batch, Form, Unpack, batches, count_batches, raw_batches
 from errbar.errors import DataError
 
 WHOLE, OWN, _SAMPLED = "a whole data set", "its own batches", "a DistributedSampler"
@@ -65,6 +65,25 @@ def opened(
         if shard.kind == OWN:
             shard = Shard(data, OWN, () if first is None else (digest_of((first.args, first.kwargs)),))
         return chain([] if first is None else [first], stream), shard
+
+    stream, shard = team.together(begin)
+    require_one_division(team.exchange((shard.kind, shard.facts)))
+    return team.watched(stream)
+
+
+def opened_raw(data: Any, team: Team, *, title: str, progress: bool = False) -> Iterator[Any]:
+    """The batches of this rank as the data yield them, to be read within a step. A collective call."""
+    if team.is_alone:
+        return track(raw_batches(data), title, total=count_batches(data), enabled=progress)
+
+    def begin() -> tuple[Iterator[Any], Shard]:
+        shard = _shard_of(data, team)
+        total = count_batches(shard.data)
+        stream = track(raw_batches(shard.data), title, total=total, enabled=progress and team.leads)
+        first = list(islice(stream, 1))
+        if shard.kind == OWN:
+            shard = Shard(data, OWN, tuple(digest_of([value]) for value in first))
+        return chain(first, stream), shard
 
     stream, shard = team.together(begin)
     require_one_division(team.exchange((shard.kind, shard.facts)))

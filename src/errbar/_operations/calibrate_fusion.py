@@ -18,16 +18,18 @@ from torch import Tensor
 from errbar._base.execution import plain_execution
 from errbar._base.memory import require_memory
 from errbar._base.progress import track
-from errbar._distributed.team import Team
+from errbar._distributed.shards import opened_raw
+from errbar._distributed.team import Team, team_of
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_samples, require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, raw_batches, to_batch
+from errbar._model.batch import Batch, Unpack, checked_labels, to_batch
 from errbar._operations.folds import divided, group_numbers, require_folds, standard_error
 from errbar._operations.fused import FusedClassifier, require_posteriors
 from errbar._operations.fusion_table import FusionRow, FusionTable
 from errbar._operations.fusion_variants import (
     Alone,
     Fit,
+    Numbers,
     PmfPool,
     Pool,
     Readings,
@@ -60,6 +62,7 @@ def calibrate_fusion(
     seed: int = 0,
     samples: int = 128,
     unpack: Unpack | None = None,
+    group: Any = None,
     progress: bool = False,
 ) -> FusedClassifier:
     """Several classifiers of the same classes as one, with the numbers that are best on held-out data.
@@ -84,36 +87,76 @@ def calibrate_fusion(
         seed: of the folds and of the draws.
         samples: Monte Carlo draws (Sobol points) in the search.
         unpack: as in `collect`, for all networks; by default each network reads a batch as its fit did.
+        group: as in `collect`. The held-out logits of all ranks are gathered, and the first rank searches for all.
         progress: show progress with the time left.
     """
-    sources = require_posteriors(posteriors)
-    folds, samples, seed = require_folds(folds), require_samples(samples), require_seed(seed)
-    for posterior in sources:
-        posterior.information.network.require_unchanged()
-    readings = read_fusion(sources, held_out, unpack, progress=progress)
-    own = None if groups is None else group_numbers(groups, len(readings))
-    with plain_execution(readings.means.device):
-        choice = best_fusion(readings, folds, seed, samples, groups=own, progress=progress)
-        classifier = FusedClassifier(sources, **vars(choice.fit.variant.numbers(choice.fit.theta)), table=choice.table)
-    _warn_of_pmfs(choice.table)
-    return classifier
+    team = team_of(group)
+    if groups is not None and not team.is_alone:
+        raise ArgumentError(
+            "groups is a list of values, and several processes divide the held-out data; expected one process, or no "
+            "groups."
+        )
+    sources = team.together(lambda: require_posteriors(posteriors))
+    folds, samples, seed = team.together(lambda: (require_folds(folds), require_samples(samples), require_seed(seed)))
+    for c, posterior in enumerate(sources):
+        posterior.require_ready(team)
+        facts = {f"{name} of posterior {c}": value for name, value in posterior.calibration.described().items()}
+        team.require_same(facts)
+    team.require_same({"folds": folds, "samples": samples, "seed": seed})
+    readings = read_fusion(sources, held_out, unpack, team, progress=progress)
+
+    def search() -> tuple[Numbers, FusionTable] | None:
+        if not team.leads:
+            return None
+        own = None if groups is None else group_numbers(groups, len(readings))
+        with plain_execution(readings.means.device):
+            choice = best_fusion(readings, folds, seed, samples, groups=own, progress=progress)
+        return choice.fit.variant.numbers(choice.fit.theta), choice.table
+
+    numbers, table = team.broadcast(team.together(search))
+    _warn_of_pmfs(table)
+    return FusedClassifier(sources, **vars(numbers), table=table)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
 
 
 def read_fusion(
-    posteriors: Sequence[Posterior], held_out: Any, unpack: Unpack | None, *, progress: bool = False
+    posteriors: Sequence[Posterior],
+    held_out: Any,
+    unpack: Unpack | None,
+    team: Team | None = None,
+    *,
+    progress: bool = False,
 ) -> Readings:
-    """The logit Gaussians of all networks for the held-out inputs, on the device of the first."""
+    """The logit Gaussians of all networks for the held-out inputs, on the device of the first.
+
+    Those of all ranks, in the order of ranks, on every rank: a collective call.
+    """
+    team = team or Team()
+    overlaps = [Overlap(posterior.information) for posterior in posteriors]
+    stream = opened_raw(held_out, team, title="Reading held-out data", progress=progress)
+    own = team.together(lambda: _readings_of(posteriors, stream, unpack, overlaps))
+    if not any(team.exchange(own is not None)):
+        raise DataError("The held-out data are empty: expected at least one batch.")
+    for overlap in overlaps:
+        overlap.warn(team, stacklevel=3)
+    if team.is_alone and own is not None:
+        return own
+    device = posteriors[0].information.network.device
+    return Readings.of_parts(team.gathered(None if own is None else own.parts(), device))
+
+
+def _readings_of(
+    posteriors: Sequence[Posterior], stream: Iterator[Any], unpack: Unpack | None, overlaps: Sequence[Overlap]
+) -> Readings | None:
+    """This rank's part of the held-out inputs; None if it has none."""
     device = posteriors[0].information.network.device
     classes = posteriors[0].information.n_classes
     gaussians: list[list[LogitGaussian]] = [[] for _ in posteriors]
     labels: list[Tensor] = []
-    overlaps = [Overlap(posterior.information) for posterior in posteriors]
     count = 0
-    stream = raw_batches(held_out)
-    for value in track(stream, "Reading held-out data", total=count_batches(held_out), enabled=progress):
+    for value in stream:
         batches = _batch_of_each(value, posteriors, unpack)
         rows = len(batches[0])
         count += rows
@@ -133,9 +176,7 @@ def read_fusion(
             gaussians[c] += [posterior.unrounded_logits(part) for part in overlaps[c].watching([batch])]
         labels.append(checked_labels(batches[0].labels, size=rows, classes=classes, device=device))
     if not count:
-        raise DataError("The held-out data are empty: expected at least one batch.")
-    for overlap in overlaps:
-        overlap.warn(Team(), stacklevel=3)
+        return None
     with plain_execution(device):
         return Readings.of(gaussians, torch.cat(labels))
 
@@ -190,8 +231,8 @@ def variants_of(readings: Readings) -> list[Variant]:
         Pool(MEAN_OF_LOGITS, count),
         Pool("weighted mean of logits", count, weighted=True, largest=largest),
     ]
-    if not bool((typical > 0).all()):
-        # Networks without a covariance: nothing to weigh by.
+    if not bool((typical > 0).any()):
+        # No network has a covariance: there is nothing to weigh by. One that has none beside others is taken by its s.
         return simple
     variances = tuple(typical.tolist())
 

@@ -3,8 +3,9 @@
 On contrasts, coordinates in 1⊥, the Gaussian of network c over the logits is N(ĝ_c, P_c), that of `posterior.logits(x)`
 before rounding. The covariance P_c knows of the parameters only; networks differ by more. So
 
-    Q_c = a_c P_c + s_c I,   P = (Σ_c Q_c⁻¹)⁻¹,   ĝ = P Σ_c Q_c⁻¹ ĝ_c,   logits N(ĝ/T, q P/T²).
+    Q_c = a_c P_c + s_c I,   P = (Σ_c Q_c⁻¹)⁻¹,   ĝ = P Σ_c Q_c⁻¹ ĝ_c.
 
+The fused logits are N(ĝ, q P), what `logits` returns; a PMF is the mean softmax of N(ĝ/T, q P/T²), those logits over T.
 With a = 1, s = 0, T = 1 and q = 1 this is the paper's fusion (`errbar.fuse`); as all s grow alike, ĝ becomes the mean
 of the logits. An infinite s_c takes no part beside a finite one; where all are infinite, ĝ is the mean of the logits,
 and q must be 0. A common factor of a and s is the same as one of q, so the geometric mean of a is 1 by convention.
@@ -23,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
-from errbar._distributions.calibration import require_covariance_scale, require_temperature
+from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
@@ -40,16 +41,19 @@ _CERTAIN = (
 
 @dataclass(frozen=True, eq=False)
 class FusedClassifier:
-    """Several classifiers of the same classes, fused: logits N(ĝ/T, q P/T²) with P = (Σ_c (a_c P_c + s_c I)⁻¹)⁻¹.
+    """Several classifiers of the same classes, fused: logits N(ĝ, q P) with P = (Σ_c (a_c P_c + s_c I)⁻¹)⁻¹.
 
     `errbar.calibrate_fusion` finds the numbers; by hand, those left out are those of `errbar.fuse`. Networks may differ
     in architecture, in what they take as input and in the device; results are on the device of the first.
+
+    `logits(x)` are without the temperature T, unlike those of a posterior: `predict(x)` is
+    `logits(x).tempered(T).predict()`.
 
     Attributes:
         posteriors: one for each network, as calibrated.
         scales: a_c > 0, by which the covariance of each network is multiplied.
         discrepancies: s_c ≥ 0, the variance of what each network is wrong by beyond its parameters; may be infinite.
-        temperature: T.
+        temperature: T, by which the fused logits are divided before the softmax.
         covariance_scale: q ≥ 0, of the fused covariance.
         table: what `calibrate_fusion` compared; None for one that was made by hand.
     """
@@ -89,6 +93,11 @@ class FusedClassifier:
     def n_classes(self) -> int:
         return self.posteriors[0].information.n_classes
 
+    @property
+    def calibration(self) -> Calibration:
+        """T and q together, as `LogitGaussian.calibrated` takes them."""
+        return Calibration(self.temperature, self.covariance_scale)
+
     def __len__(self) -> int:
         return len(self.posteriors)
 
@@ -98,9 +107,9 @@ class FusedClassifier:
     def logits(
         self, x: Any = None, *, each: Sequence[Any] | None = None, unpack: Unpack | None = None
     ) -> LogitGaussian:
-        """N(ĝ/T, q P/T²) for each input; `x`, `each` and `unpack` as in `predict`.
+        """N(ĝ, q P) for each input, with mean zero over the classes; `x`, `each` and `unpack` as in `predict`.
 
-        As with a posterior, the temperature is in it: `logits(x).predict()` is `predict(x)`.
+        The temperature is not in it: `logits(x).tempered(T).predict()` is `predict(x)`.
         """
         return self.unrounded_logits(x, each=each, unpack=unpack).rounded()
 
@@ -108,10 +117,16 @@ class FusedClassifier:
         self, x: Any = None, *, each: Sequence[Any] | None = None, unpack: Unpack | None = None
     ) -> LogitGaussian:
         """`logits` with the covariance in float64."""
+        return self.plain_logits(x, each=each, unpack=unpack).scaled(self.covariance_scale)
+
+    def plain_logits(
+        self, x: Any = None, *, each: Sequence[Any] | None = None, unpack: Unpack | None = None
+    ) -> LogitGaussian:
+        """N(ĝ, P), before T and q, with the covariance in float64; P is zero where all discrepancies are infinite."""
         if (x is None) == (each is None):
             raise ArgumentError("Expected x, an input that all networks see, or each=[x_1, ...] with one for each.")
         if each is None and is_stream(x):
-            parts = [self.unrounded_logits(batch, unpack=unpack) for batch in raw_batches(x)]
+            parts = [self.plain_logits(batch, unpack=unpack) for batch in raw_batches(x)]
             if not parts:
                 raise DataError("The data are empty: expected at least one batch.")
             return LogitGaussian.concatenated(parts)
@@ -120,7 +135,7 @@ class FusedClassifier:
             posterior.unrounded_logits(own, unpack=unpack)
             for posterior, own in zip(self.posteriors, inputs, strict=True)
         ]
-        return self.fused(gaussians)
+        return self._fused(gaussians)
 
     def predict(
         self,
@@ -143,10 +158,15 @@ class FusedClassifier:
             draws: as in `LogitGaussian.predict`.
             unpack: as in `Posterior.predict`, for all networks; by default each uses that of its fit.
         """
-        return self.unrounded_logits(x, each=each, unpack=unpack).predict(samples, seed, draws=draws)
+        gaussian = self.plain_logits(x, each=each, unpack=unpack).calibrated(self.calibration)
+        return gaussian.predict(samples, seed, draws=draws)
 
     def fused(self, gaussians: Iterable[LogitGaussian]) -> LogitGaussian:
-        """The fusion of the logits of each network, in the order of `posteriors`, with these a, s, T and q."""
+        """`logits`, from the logits of each network in the order of `posteriors`."""
+        return self._fused(gaussians).scaled(self.covariance_scale)
+
+    def _fused(self, gaussians: Iterable[LogitGaussian]) -> LogitGaussian:
+        """N(ĝ, P)."""
         sources = list(gaussians)
         _require_alike(sources, self)
         device = sources[0].mean.device
@@ -155,9 +175,8 @@ class FusedClassifier:
         means = [source.mean.to(device).double() @ basis for source in sources]
         covariances = [linalg.contrast_covariance(source.covariance).to(device) for source in sources]
         mean, covariance = self._on_contrasts(means, covariances, [source.covariance.dtype for source in sources])
-        T = self.temperature
-        spread = linalg.symmetric(basis @ (covariance * (self.covariance_scale / T**2)) @ basis.mT)
-        return LogitGaussian((mean @ basis.mT / T).to(dtype), FullCovariance(spread))
+        spread = linalg.symmetric(basis @ covariance @ basis.mT)
+        return LogitGaussian((mean @ basis.mT).to(dtype), FullCovariance(spread))
 
     def _on_contrasts(
         self,

@@ -17,7 +17,7 @@ say nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,6 +80,16 @@ class Readings:
     @property
     def networks(self) -> int:
         return len(self.means)
+
+    def parts(self) -> dict[str, Tensor]:
+        """What is different for each input, by name, with the inputs first."""
+        values = {"means": self.means, "values": self.values, "vectors": self.vectors, "along": self.along}
+        return {name: value.transpose(0, 1) for name, value in values.items()} | {"labels": self.labels}
+
+    @staticmethod
+    def of_parts(parts: Mapping[str, Tensor]) -> Readings:
+        rest = {name: value.transpose(0, 1) for name, value in parts.items() if name != "labels"}
+        return Readings(**rest, labels=parts["labels"])
 
     def chosen(self, rows: Int[Tensor, "n"]) -> Readings:
         """Some of the inputs, in this order."""

@@ -75,6 +75,7 @@ class Track:
     _vector: Float[Tensor, "d"] = field(init=False)
     _weight: float = field(init=False)
     _reference: Float[Tensor, "R"] | None = field(init=False)
+    _single: LogitGaussian | None = field(init=False)
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class Track:
             _vector=torch.zeros(classes - 1, dtype=torch.float64),
             _weight=0.0,
             _reference=None,
+            _single=None,
         )
 
     def _set(self, **values: Any) -> None:
@@ -117,7 +119,8 @@ class Track:
 
         Several rows are several frames, in their order. The posterior's own logits are taken before they are rounded.
         """
-        means, covariances = self._contrasts(frame)
+        gaussian = self._checked(frame)
+        means, covariances = contrasts_of(gaussian)
         name = f"The covariance of frame {self.frames}" if len(means) == 1 else "The covariance of a frame"
         precisions = precisions_of(self._widened(covariances), name, rounding_of(self.posterior))
         information, vector, weight = self._information, self._vector, self._weight
@@ -125,8 +128,13 @@ class Track:
             information = self.memory * information + precision
             vector = self.memory * vector + precision @ mean
             weight = self.memory * weight + 1.0
+        frames = self.frames + len(means)
         return self._with(
-            _information=linalg.symmetric(information), _vector=vector, _weight=weight, frames=self.frames + len(means)
+            _information=linalg.symmetric(information),
+            _vector=vector,
+            _weight=weight,
+            frames=frames,
+            _single=gaussian if frames == 1 and self.noise is None else None,
         )
 
     @property
@@ -137,8 +145,10 @@ class Track:
         return in_logits(growth * mean[None], growth**2 * covariance[None], self.posterior)
 
     def predict(self, samples: int = 1000, seed: int = 0) -> Prediction:
-        """The PMF of the object, with its error bars."""
-        return self.logits.predict(samples, seed)
+        """The PMF of the object, with its error bars; of one frame what the posterior predicts, with the same draws."""
+        # Where P^g is diagonal or factored its draws are others than those of a matrix.
+        gaussian = self.logits if self._single is None else self._single
+        return gaussian.predict(samples, seed)
 
     def _estimate(self) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:
         """Λ⁻¹ ξ and Λ⁻¹."""
@@ -150,7 +160,8 @@ class Track:
     def _widened(self, covariances: Float[Tensor, "C d d"]) -> Float[Tensor, "C d d"]:
         return covariances if self.noise is None else covariances + linalg.contrast_covariance(self.noise)
 
-    def _contrasts(self, frame: Any) -> Contrasts:
+    def _checked(self, frame: Any) -> LogitGaussian:
+        """The logits of a frame, once it is certain that they belong here."""
         gaussian = frame if isinstance(frame, LogitGaussian) else self.posterior.unrounded_logits(frame)
         classes = self.posterior.information.n_classes
         if gaussian.classes is not None:
@@ -168,7 +179,7 @@ class Track:
                 f"than the track: {gaussian.origin[:12]}… and {self.posterior.fingerprint[:12]}…. Expected logits of "
                 "the track's posterior; different classifiers are fused by errbar.fuse."
             )
-        return contrasts_of(gaussian)
+        return gaussian
 
     # ---------------------------------------------------------------------------------------------------- surprise
 
@@ -179,7 +190,7 @@ class Track:
         `calibrate_track` fits it: the mean over held-out frames is then M − 1, as it would be if S were right.
         """
         mean, covariance = self._estimate()
-        means, covariances = self._contrasts(frame)
+        means, covariances = contrasts_of(self._checked(frame))
         if len(means) != 1:
             raise DataError(f"There are {len(means)} frames; expected one, whose surprise is one number.")
         spread = self._widened(covariances) + covariance
