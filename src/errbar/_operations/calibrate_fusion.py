@@ -43,7 +43,7 @@ from errbar._operations.fusion_variants import (
 )
 from errbar._operations.overlap import Overlap
 from errbar._posterior.posterior import Posterior
-from errbar.errors import CalibrationWarning, DataError, MismatchError
+from errbar.errors import ArgumentError, CalibrationWarning, DataError, MismatchError
 
 # What a simpler variant may be worse by, out of fold, if that is within one standard error: 1.5 nats over all held-out
 # inputs, and from 300 on less, because what cross-validation does not see of too many numbers is of second order.

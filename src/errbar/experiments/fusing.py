@@ -23,7 +23,8 @@ from errbar._distributions.covariance import FullCovariance
 from errbar._operations.calibrate_fusion import FusionChoice, best_fusion
 from errbar._operations.fusion_variants import Alone, Fit, PmfPool, Pool, Readings, draws_for, fitted
 from errbar._operations.held_out import HeldOut
-from errbar._operations.search import OBJECTIVES, best_calibration
+from errbar._operations.question import OBJECTIVES
+from errbar._operations.search import best_calibration
 
 FUSED, FUSED_RAW = "calibrate_fusion", "calibrate_fusion, posteriors not calibrated"
 BEST, BEST_WIDE, FUSE = "best network, T", "best network, errbar", "errbar.fuse"
