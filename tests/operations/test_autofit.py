@@ -31,7 +31,7 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 # So few training samples that the error bars gain something.
-TRAIN, HELD_OUT = samples(30, 0), samples(100, 1)
+TRAIN, HELD_OUT = samples(30, 0), samples(300, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -235,14 +235,14 @@ def test_the_baselines_are_scored_as_the_formulas_say(choice: Choice, model: nn.
     plain = nn.functional.cross_entropy(logits, y, reduction="none")
     row = choice.baselines[0]
     assert row.nll == pytest.approx(float(plain.mean()))
-    assert row.standard_error == pytest.approx(float(plain.std()) / 10)
+    assert row.standard_error == pytest.approx(float(plain.std()) / math.sqrt(300))
     assert row.ece == pytest.approx(errbar.metrics.ece(torch.softmax(logits, 1), y))
     assert row.brier == pytest.approx(errbar.metrics.brier(torch.softmax(logits, 1), y))
     # Temperature scaling out of fold: T by a fine grid on the other folds.
-    losses = torch.empty(100, dtype=torch.float64)
+    losses = torch.empty(300, dtype=torch.float64)
     grid = torch.logspace(-1, 1, 4001, dtype=torch.float64)
-    for rows in divided(torch.arange(100), 5, seed=0):
-        others = torch.ones(100, dtype=torch.bool)
+    for rows in divided(torch.arange(300), 5, seed=0):
+        others = torch.ones(300, dtype=torch.bool)
         others[rows] = False
         values = [float(nn.functional.cross_entropy(logits[others] / t, y[others])) for t in grid]
         best = grid[min(range(len(values)), key=values.__getitem__)]
@@ -252,7 +252,7 @@ def test_the_baselines_are_scored_as_the_formulas_say(choice: Choice, model: nn.
     assert scaled.nll == pytest.approx(float(losses.mean()), abs=1e-4)
     difference = plain - losses
     assert row.difference == pytest.approx(float(difference.mean()), abs=1e-4)
-    half = 1.96 * float(difference.std()) / 10
+    half = 1.96 * float(difference.std()) / math.sqrt(300)
     assert row.interval == pytest.approx((row.difference - half, row.difference + half), abs=1e-3)
 
 
@@ -365,7 +365,7 @@ def test_a_table_whose_rows_do_not_fit_its_headings_is_damage(
 
 
 def test_the_order_of_a_loader_and_iterators_change_nothing(choice: Choice, model: nn.Module) -> None:
-    loader = DataLoader(TensorDataset(*HELD_OUT), batch_size=100, shuffle=True)
+    loader = DataLoader(TensorDataset(*HELD_OUT), batch_size=300, shuffle=True)
     shuffled = errbar.autofit(model, iter([TRAIN]), loader, candidates=ONE)
     assert compared(shuffled) == compared(choice)
     parts = zip(HELD_OUT[0].split(40), HELD_OUT[1].split(40), strict=True)
@@ -381,11 +381,11 @@ def test_without_labels_in_the_training_data_the_prior_is_one_or_by_held_out_nll
 
 
 def test_groups_change_the_standard_errors_and_may_come_from_a_function(choice: Choice, model: nn.Module) -> None:
-    values = [n // 2 for n in range(100)]
+    values = [n // 2 for n in range(300)]
     listed = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, groups=values)
     assert listed.baselines[0].nll == pytest.approx(choice.baselines[0].nll)
     assert listed.baselines[0].standard_error != choice.baselines[0].standard_error
-    batches = [(x, y, torch.arange(i * 50, i * 50 + 50) // 2) for i, (x, y) in enumerate(halves())]
+    batches = [(x, y, torch.arange(i * 150, i * 150 + 150) // 2) for i, (x, y) in enumerate(halves())]
     called = errbar.autofit(
         model,
         [TRAIN],
@@ -399,7 +399,7 @@ def test_groups_change_the_standard_errors_and_may_come_from_a_function(choice: 
 
 
 def halves() -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(HELD_OUT[0].split(50), HELD_OUT[1].split(50), strict=True)
+    return zip(HELD_OUT[0].split(150), HELD_OUT[1].split(150), strict=True)
 
 
 def test_a_network_in_float64_stays_there_and_float32_agrees(choice: Choice, model: nn.Module) -> None:
@@ -517,8 +517,8 @@ def test_what_does_not_fit_into_the_memory_of_the_device_is_tried_alone_and_then
             DataError,
             "There are 4 held-out samples for folds=5; expected at least one for each fold. Give more held-out data",
         ),
-        ({"groups": [0, 1] * 50}, DataError, "There are 2 groups of held-out samples for folds=5"),
-        ({"groups": [0, 1]}, DataError, "groups has 2 values; expected one for each of the 100 held-out samples"),
+        ({"groups": [0, 1] * 150}, DataError, "There are 2 groups of held-out samples for folds=5"),
+        ({"groups": [0, 1]}, DataError, "groups has 2 values; expected one for each of the 300 held-out samples"),
         ({"folds": 1}, ArgumentError, "folds is 1; expected a whole number of 2 or more"),
         ({"folds": 2.5}, ArgumentError, "folds is 2.5; expected a whole number"),
         ({"seconds": 0}, ArgumentError, "seconds is 0; expected a positive number, or None for no limit"),

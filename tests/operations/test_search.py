@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from errbar import metrics
 from errbar._distributions.calibration import Calibration
@@ -125,11 +126,28 @@ def test_near_the_whole_a_part_is_fitted_as_by_itself(names: tuple[str, ...]) ->
 def test_the_largest_covariance_costs_no_more_than_it_may() -> None:
     held_out = problem(1000)
     scaling = temperature_scaling(held_out, math.log(1e-2), math.log(1e2), 0.0)
-    found = largest_covariance(held_out, 200, 0)
+    limit = ABOVE_TEMPERATURE_SCALING
+    found = largest_covariance(held_out, 200, 0, lambda difference: float(difference.mean()) <= limit)
     assert 0 < found.covariance_scale <= 1
-    assert nll(held_out, found) <= scaling.nll + ABOVE_TEMPERATURE_SCALING + 1e-9
+    assert nll(held_out, found) <= scaling.nll + limit + 1e-9
     wider = Calibration(found.temperature, found.covariance_scale * 1.1)
     assert nll(held_out, wider) > nll(held_out, found)
+    # The rule is about the difference of each input to temperature scaling, and may ask for more.
+    seen = []
+
+    def rule(difference: Tensor) -> bool:
+        seen.append(difference)
+        return float(difference.mean() + 1.96 * difference.std() / len(difference) ** 0.5) <= 1e-3
+
+    narrower = largest_covariance(held_out, 200, 0, rule)
+    assert narrower.covariance_scale < found.covariance_scale
+    losses = [
+        -held_out.log_likelihood(at, held_out.draws(200, 0))[0]
+        for at in (narrower, Calibration(scaling.temperature, 0.0))
+    ]
+    assert rule(losses[0] - losses[1])
+    assert all(difference.shape == (1000,) for difference in seen)
+    assert largest_covariance(held_out, 200, 0, lambda _: False).covariance_scale == 0
 
 
 def test_inputs_without_variance_leave_the_softening_zero() -> None:

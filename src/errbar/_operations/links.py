@@ -90,17 +90,16 @@ def judged(
     Of several, the one with the least NLL is taken, by T and T_c on all held-out inputs for the values that are
     returned, and on the other folds for the scores out of fold. `tick` is called now and then: it may raise.
     """
-    everything = torch.arange(len(variants[0]))
     starts: list[Calibration] = []
     for held_out in variants:
-        starts.append(_near(held_out, starts[-1] if starts else None, TWO, seed, slides=False))
+        starts.append(_near(held_out, starts[-1], TWO, seed) if starts else _whole(held_out, TWO, seed))
         tick()
-    best = _best_variant(variants, everything, starts)
-    chosen = [_best_variant(variants, _others(folds, index), starts, seed) for index in range(len(folds))]
-    tick()
+    best, chosen = _best_variants(variants, starts, folds, seed)
     results = []
     for names in LINKS:
-        overall = {best: _whole(variants[best], names, seed, tick)}
+        is_known = names == TWO and best == 0
+        overall = {best: starts[0] if is_known else _whole(variants[best], names, seed, starts[best])}
+        tick()
         for index in dict.fromkeys(chosen):
             if index != best:
                 overall[index] = _near(variants[index], overall[best], names, seed)
@@ -114,33 +113,47 @@ def judged(
     return results
 
 
-def _whole(held_out: HeldOut, names: tuple[str, ...], seed: int, tick: Callable[[], None]) -> Calibration:
-    best, _ = best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), search_draws(held_out), seed, LITTLE)
-    tick()
-    return best
+def _whole(held_out: HeldOut, names: tuple[str, ...], seed: int, near: Calibration | None = None) -> Calibration:
+    """The values for all held-out inputs, with T_c as near to 1 as that costs little; T and T_c near known ones."""
+    draws = search_draws(held_out)
+    if near is not None and names == TWO:
+        return calibration_near(held_out, names, near, draws, seed)
+    return best_calibration(held_out, OBJECTIVES["nll"], names, Calibration(), draws, seed, LITTLE)[0]
 
 
-def _near(
-    held_out: HeldOut, near: Calibration | None, names: tuple[str, ...], seed: int, *, slides: bool = True
-) -> Calibration:
-    if near is None:
-        return best_calibration(
-            held_out, OBJECTIVES["nll"], names, Calibration(), search_draws(held_out), seed, LITTLE
-        )[0]
-    return calibration_near(held_out, names, near, search_draws(held_out), seed, slides=slides)
+def _near(held_out: HeldOut, near: Calibration, names: tuple[str, ...], seed: int) -> Calibration:
+    """The best values for some inputs; what is given away for T_c near 1, 1e-4 nats at most, is left out of account."""
+    return calibration_near(held_out, names, near, search_draws(held_out), seed, slides=False)
 
 
-def _best_variant(
-    variants: Sequence[HeldOut], rows: Int[Tensor, "n"], starts: Sequence[Calibration], seed: int | None = None
-) -> int:
-    """The one with the least NLL of these rows, with the values of `starts` or, with a seed, fitted to the rows."""
+def _best_variants(
+    variants: Sequence[HeldOut], starts: Sequence[Calibration], folds: Sequence[Int[Tensor, "n"]], seed: int
+) -> tuple[int, list[int]]:
+    """The variant with the least NLL of all inputs, and for each fold that with the least NLL of the other folds.
+
+    T and T_c of a fold are fitted to the others, to second order: with g the mean slope of the others' losses at the
+    values for all inputs and H = E s sᵀ, the fitted NLL is less than that at these values by ½ gᵀH⁻¹g. So one
+    evaluation of a variant serves all folds.
+    """
     if len(variants) == 1:
-        return 0
-    values = []
+        return 0, [0] * len(folds)
+    whole: list[float] = []
+    by_fold: list[list[float]] = [[] for _ in folds]
     for held_out, start in zip(variants, starts, strict=True):
-        part = held_out.chosen(rows)
-        at = start if seed is None else _near(part, start, TWO, seed, slides=False)
-        values.append(part.nll(at, part.draws(search_draws(part), seed or 0)))
+        draws = held_out.draws(search_draws(held_out), seed)
+        value, slopes = held_out.log_likelihood(start, draws, TWO)
+        losses, each = -value.cpu(), torch.stack([slopes[name] for name in TWO]).cpu()
+        whole.append(float(losses.mean()))
+        inverse_curvature = (each @ each.T / each.shape[1] + 1e-8 * torch.eye(len(TWO), dtype=torch.float64)).inverse()
+        for index, values in enumerate(by_fold):
+            rows = _others(folds, index)
+            slope = each[:, rows].mean(1)
+            gain = float(slope @ inverse_curvature @ slope) / 2
+            values.append(float(losses[rows].mean()) - gain)
+    return _least(whole), [_least(values) for values in by_fold]
+
+
+def _least(values: Sequence[float]) -> int:
     return min(range(len(values)), key=values.__getitem__)
 
 
