@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float, Int
@@ -48,7 +49,7 @@ class LogitGaussian:
         origin: str | None = None,
     ) -> None:
         """A tensor is checked; a covariance object, which is valid by construction, is not, nor is its mean."""
-        form = covariance if isinstance(covariance, Covariance) else _checked_covariance(mean, covariance)
+        form = covariance if _is_form(covariance) else _checked_covariance(mean, covariance)
         values = {"mean": mean, "form": form, "rank": rank, "classes": classes, "origin": origin}
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -114,7 +115,8 @@ class LogitGaussian:
     def calibrated(self, calibration: Calibration) -> LogitGaussian:
         """N(ĝ/T(x), T_c P^g/T(x)²), T(x) = T √(1 + c v̄(x)) with v̄ the `contrast_variance` of this Gaussian."""
         if calibration.softening == 0:
-            return self.tempered(calibration.temperature).scaled(calibration.covariance_scale)
+            form = self.form / calibration.temperature**2 * calibration.covariance_scale
+            return LogitGaussian(self.mean / calibration.temperature, form, self.rank, self.classes)
         if self.classes is not None:
             raise ArgumentError(
                 "These are the logits of some classes alone, and softening needs the variance of all of them; "
@@ -201,7 +203,17 @@ class JointLogits:
         return LogitGaussian(self.mean, FullCovariance(blocks.contiguous())).rounded()
 
 
-def _checked_covariance(mean: Tensor, covariance: Tensor) -> FullCovariance:
+def _is_form(value: object) -> TypeGuard[Covariance]:
+    return _has_form(type(value))
+
+
+@cache
+def _has_form(kind: type) -> bool:
+    """Whether objects of a type are covariances, asked once: Python looks up every method of a protocol each time."""
+    return issubclass(kind, Covariance)
+
+
+def _checked_covariance(mean: Tensor, covariance: Any) -> FullCovariance:
     _require_logits(mean, "mean")
     size, classes = mean.shape
     _require_shape(covariance, (size, classes, classes), mean)

@@ -51,8 +51,15 @@ class Batch:
     labels: Any = None
     form: Form = "tensor"
 
+    @property
+    def _is_one_tensor(self) -> bool:
+        """As most batches are. What goes through all arguments would take a tenth of a prediction for one input."""
+        return len(self.args) == 1 and isinstance(self.args[0], Tensor) and not self.kwargs
+
     def __len__(self) -> int:
         """The number of samples: the first dimension of the first tensor."""
+        if self._is_one_tensor and self.args[0].ndim > 0:
+            return len(self.args[0])
         for value in leaves((self.args, self.kwargs)):
             if isinstance(value, PackedSequence):
                 return int(value.batch_sizes[0])
@@ -65,11 +72,15 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the call, wherever in its arguments; of a PackedSequence its data."""
+        if self._is_one_tensor:
+            return [self.args[0]]
         found = leaves((self.args, self.kwargs))
         return [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in found]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same call with `function` applied to each tensor in its arguments."""
+        if self._is_one_tensor:
+            return Batch((function(self.args[0]),), self.kwargs, self.labels, self.form)
         args, kwargs = _mapped((self.args, self.kwargs), lambda leaf: _applied(function, leaf))
         return replace(self, args=args, kwargs=kwargs)
 
@@ -90,8 +101,12 @@ class Batch:
 
     def parts(self, size: int) -> Iterator[Batch]:
         """The samples in parts of `size`; the last may be smaller."""
-        for start in range(0, len(self), size):
-            yield self.rows(start, min(start + size, len(self)))
+        count = len(self)
+        if 0 < count <= size:
+            yield self
+            return
+        for start in range(0, count, size):
+            yield self.rows(start, min(start + size, count))
 
     @property
     def can_be_mapped(self) -> bool:

@@ -46,7 +46,8 @@ def calibrate(
     min(2/N, 8e-4), where N is the number of held-out samples, and that of temperature scaling (T alone, T_c = 0) by at
     most 3e-4: the one nearest to 1 (in |ln T_c|) is chosen, so the covariance of theory changes only as far as the data
     require. "brier" and "ece" take their minimum; of similar minima of the ECE, the one with the best NLL, because a
-    flat PMF is calibrated too. By its objective no result is worse than before (if T_c was 0: by no more than
+    flat PMF is calibrated too. T and T_c together by "ece" are not looked for among PMFs that are nearly flat, where
+    the ECE may be smaller still. By its objective no result is worse than before (if T_c was 0: by no more than
     min(2/N, 8e-4)).
 
     If T is small for the logits, PMFs merely count which class wins. So, when fitting both by "nll", T stays above 0.3

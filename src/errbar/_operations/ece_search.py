@@ -53,11 +53,11 @@ def least_ece_near(
     fewer = question.with_draws(_PATTERN_SAMPLES)
     likely = min(starts, key=fewer.nll)
     ranked = [point for _, point in fewer.ranked(starts)]
-    ends = [pattern_search(fewer.value, point, lower, upper)[1] for point in distinct([likely, ranked[0]])]
+    ends = [pattern_search(fewer.value, point, lower, upper, rounds=10)[1] for point in distinct([likely, ranked[0]])]
     finalists = question.ranked(distinct([*turns, *ends, *ranked[:_FINALISTS]]))
     least = finalists[0][0]
     last = [point for value, point in finalists[:_POLISHED] if value < least + _POLISH_GAINS]
-    minima = [pattern_search(question.value, point, lower, upper, rounds=6, step=0.04) for point in last]
+    minima = [pattern_search(question.value, point, lower, upper, rounds=4, step=0.04) for point in last]
     before = question.value(starts[0])
     minima += [*finalists, (before, starts[0])]
     limit = min(min(value for value, _ in minima) + question.allowance / 4, before)

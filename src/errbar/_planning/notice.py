@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from errbar._base.memory import usable_bytes
 from errbar._base.speed import MachineSpeed
@@ -30,6 +31,9 @@ _SLOW = MachineSpeed(product=1e-9, double=1e-9, draw=1e-7)
 # An alternative is worth its mention if it takes less than this share of the time.
 _WORTHWHILE = 0.5
 _FEWER_SAMPLES = 100
+# For each task, by the number of Monte Carlo samples and the limit: for how many inputs a prediction is known to be
+# quick. The estimate would take a tenth of a prediction for one input.
+_QUICK: WeakKeyDictionary[Task, dict[tuple[int, float], int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,13 @@ def tell_of_factorisation(task: Task) -> None:
 def tell_of_prediction(task: Task, inputs: int, samples: int | None) -> None:
     """Before a prediction for some inputs, with so many Monte Carlo samples, or None for the logits alone."""
     told = task.network.told
-    if "prediction" not in told:
+    quick, asked = _QUICK.setdefault(task, {}), (samples or 0, NOTICED_SECONDS)
+    if "prediction" not in told and inputs > quick.get(asked, -1):
         is_first = "first prediction" not in told
         if _told(task, _Work(inputs=inputs, first=is_first), task.rank, samples or 0):
             told.add("prediction")
+        else:
+            quick[asked] = inputs
     told.add("first prediction")
 
 
