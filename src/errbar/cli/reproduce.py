@@ -14,7 +14,8 @@ def reproduce(
     experiment: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="mnist, cifar10, gtsrb, digits, resnet20, resnet32; fusion-mnist, …, fusion-resnets."
+            metavar="NAME",
+            help="mnist, cifar10, gtsrb, digits, resnet20, resnet32; fusion-mnist, …, fusion-resnets, frames-mnist, ….",
         ),
     ],
     data: Annotated[

@@ -21,6 +21,7 @@ from errbar._base.progress import track
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import FullCovariance
 from errbar._operations.calibrate_fusion import FusionChoice, best_fusion
+from errbar._operations.folds import group_numbers
 from errbar._operations.fusion_variants import Alone, Fit, PmfPool, Pool, Readings, draws_for, fitted
 from errbar._operations.held_out import HeldOut
 from errbar._operations.question import OBJECTIVES
@@ -123,6 +124,7 @@ def compare(
     """
     device = torch.device(device)
     raw = held_out.readings(device)
+    groups = group_numbers(held_out.objects.tolist(), len(held_out.labels))
     losses: dict[str, dict[str, Tensor]] = {}
     variants: dict[str, dict[str, dict[str, float]]] = {}
     facts: dict[str, Any] = {}
@@ -131,7 +133,7 @@ def compare(
         choices: dict[str, FusionChoice] = {}
         for key, readings in ((FUSED, calibrated_readings(raw, calibrations)), (FUSED_RAW, raw)):
             start = time.perf_counter()
-            choice = choices[key] = best_fusion(readings, _FOLDS, seed, samples, groups=held_out.objects)
+            choice = choices[key] = best_fusion(readings, _FOLDS, seed, samples, groups=groups)
             facts[key] = {
                 "chosen": choice.table.chosen,
                 "numbers": asdict(choice.fit.variant.numbers(choice.fit.theta)),

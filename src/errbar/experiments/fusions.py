@@ -1,4 +1,4 @@
-"""`errbar reproduce fusion-mnist` and its like: several classifiers, and several frames, fused in every way.
+"""`errbar reproduce fusion-mnist` and `frames-mnist`: several classifiers, and several frames, fused in every way.
 
 Each run trains its own networks, which are those of `errbar reproduce mnist` with the same seed, and keeps −ln f_y of
 each reported input by each method beside its result, so that differences can be paired by input over all runs.
@@ -40,8 +40,8 @@ RESNETS, _PAIR = "fusion-resnets", "ResNet-20 and -32"
 # Sizes of the ensembles, and whether there are two networks trained on halves of the data.
 _ENSEMBLES = {"mnist": (5, 10), "cifar10": (5,), "gtsrb": (5,), "digits": (5,)}
 _HALVES = {"mnist", "cifar10", "digits"}
-_SEQUENCES = {"mnist", "gtsrb", "digits"}
-NAMES = (*(f"fusion-{name}" for name in _ENSEMBLES), RESNETS)
+_SEQUENCES, _FRAMES = ("mnist", "gtsrb", "digits"), "frames"
+NAMES = (*(f"fusion-{name}" for name in _ENSEMBLES), RESNETS, *(f"{_FRAMES}-{name}" for name in _SEQUENCES))
 # Third-party networks: so many training pictures stand for all, the prior precision, and how severe shifts are.
 _PICTURES, _TRAINING_SET, _PRIOR, _SEVERITY = 5000, 50_000, 10.0, 5
 _SHIFTS: dict[str, Shift | None] = {"as they are": None, "blur": BLUR, "contrast": CONTRAST}
@@ -67,7 +67,7 @@ class Experience:
 def fusions(options: RunOptions) -> dict[str, Any]:
     """Run an experiment on fusion and write `<output>/<name>.json`."""
     start = time.perf_counter()
-    if options.data is None and options.name != "fusion-digits":
+    if options.data is None and _data(options) != "digits":
         raise ArgumentError(
             f"The experiment {options.name} needs its data: give the folder that holds them with --data."
         )
@@ -77,8 +77,9 @@ def fusions(options: RunOptions) -> dict[str, Any]:
         problem = partial(pretrained_problem, "resnet20", options.data, device=device, quick=options.quick)
         described_by, compute = problem(0), partial(_resnets, options, problem)
     else:
-        experiment = build(options.name.removeprefix("fusion-"), options.data, quick=options.quick, device=device)
-        described_by, compute = experiment.problem, partial(_members, options, experiment)
+        experiment = build(_data(options), options.data, quick=options.quick, device=device)
+        of_one = _frames if options.name.startswith(_FRAMES) else _members
+        described_by, compute = experiment.problem, partial(of_one, options, experiment)
     description = described(options, described_by)
     for seed in range(options.count()) if options.only is None else [options.only]:
         kept_run(options, description, seed, partial(compute, seed))
@@ -94,9 +95,8 @@ def fusions(options: RunOptions) -> dict[str, Any]:
 
 
 def _members(options: RunOptions, experiment: Experiment, seed: int, parts: Parts) -> dict[str, Any]:
-    """Ensembles, two networks of halves, and frames, for one seed."""
-    problem, name = experiment.problem, options.name.removeprefix("fusion-")
-    folder = options.output / "networks" / (f"{name}-quick" if options.quick else name)
+    """Ensembles, and two networks of halves, for one seed."""
+    problem, name, folder = experiment.problem, _data(options), _networks(options)
     base, path = seed * RUN, _losses_path(options, seed)
     sizes = (2,) if options.quick else _ENSEMBLES[name]
     objects = [_objects(experiment, part) for part in (0, 1)]
@@ -117,22 +117,37 @@ def _members(options: RunOptions, experiment: Experiment, seed: int, parts: Part
         ]
         return _compared(options, path, "halves", _experience(members, problem, objects), seed)
 
-    def frames() -> dict[str, Any]:
-        posterior = _posterior(problem, problem.train, folder, base)
-        held_out, report = (tracking.Frames(*part) for part in sequences_of(experiment))
-        found = tracking.study(posterior, held_out, report, progress=options.progress)
-        losses = {f"{length}": of_methods for length, of_methods in found.losses.items()}
-        _keep(path, "frames", losses, torch.arange(len(report.labels)))
-        return found.facts
-
     run: dict[str, Any] = {"seed": seed, "methods": {}, "cases": {}}
-    if name in _SEQUENCES:
-        run["frames"] = parts("frames", frames)
     if name in _HALVES:
         run["cases"]["halves"] = parts("halves", halves)
     for size in sizes:
         run["cases"][f"{size} members"] = parts(f"{size} members", partial(ensemble, size))
     return run
+
+
+def _frames(options: RunOptions, experiment: Experiment, seed: int, parts: Parts) -> dict[str, Any]:
+    """Sequences as the first network of a run sees them."""
+    problem, folder = experiment.problem, _networks(options)
+
+    def study() -> dict[str, Any]:
+        posterior = _posterior(problem, problem.train, folder, seed * RUN)
+        held_out, report = (tracking.Frames(*part) for part in sequences_of(experiment))
+        found = tracking.study(posterior, held_out, report, progress=options.progress)
+        losses = {f"{length}": of_methods for length, of_methods in found.losses.items()}
+        _keep(_losses_path(options, seed), _FRAMES, losses, torch.arange(len(report.labels)))
+        return found.facts
+
+    return {"seed": seed, "methods": {}, "frames": parts("frames", study)}
+
+
+def _networks(options: RunOptions) -> Path:
+    """Where `errbar reproduce` of the same data keeps its networks."""
+    name = _data(options)
+    return options.output / "networks" / (f"{name}-quick" if options.quick else name)
+
+
+def _data(options: RunOptions) -> str:
+    return options.name.split("-", 1)[1]
 
 
 def _posterior(problem: Problem, samples: Samples, folder: Path, seed: int, kind: str = "network") -> errbar.Posterior:
@@ -251,7 +266,7 @@ def pooled(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         case, report = place.split("/")
         known, asked = (
             (tracking.METHODS, (tracking.TRACK, tracking.CHOSEN))
-            if case == "frames"
+            if case == _FRAMES
             else (fusing.METHODS, (fusing.FUSED, fusing.FUSED_RAW))
         )
         # A file has them in no particular order.
