@@ -149,13 +149,24 @@ def test_a_long_prediction_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_fewer_draws_are_advised_where_draws_are_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.5 passes for each of 400 draws, and one for the mean."""
+    """A pass for each of 400 draws, and one for the mean."""
     x = normal(8, 6)
     posterior = errbar.fit(perceptron(6, 5, 500), [x], parameters="all", structure="diag")
     monkeypatch.setattr(notice, "NOTICED_SECONDS", 1.0)
-    with pytest.warns(errbar.CostNotice, match=r"^The first prediction will take about 4\.8\d s, ") as told:
+    with pytest.warns(errbar.CostNotice, match=r"^The first prediction will take about 3\.21 s, ") as told:
         posterior.predict(x, samples=400)
-    assert "Quicker: samples=100 (about 1.21 s in all)" in str(told[0].message)
+    assert "Quicker: samples=100 (about 809 ms in all)" in str(told[0].message)
+
+
+def test_a_mixture_is_told_of_without_advice_that_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names a layer that is not among the last."""
+    x = normal(8, 6)
+    mixture = {"0": "kron", "*": "block"}
+    posterior = errbar.fit(perceptron(6, 5, 500), [x], parameters="all", structure=mixture, fisher="sampled")
+    monkeypatch.setattr(notice, "NOTICED_SECONDS", 1.0)
+    with pytest.warns(errbar.CostNotice, match=r"^The first prediction will take about .* samples=100 ") as told:
+        posterior.predict(x, samples=400)
+    assert "last_layers" not in str(told[0].message)
 
 
 def test_what_is_refused_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,7 +430,8 @@ def cost(work: Workload) -> Cost:
     largest = max([t.width for t in work.terms] + [t.outputs for t in work.terms], default=0)
     uses = max((t.uses * t.width for t in work.terms), default=0)
 
-    sum_samples = samples = samples_at_a_time(work, inner + 2 * outer + classes * work.rest)
+    each = inner // max(1, len(work.terms))
+    sum_samples = samples = samples_at_a_time(work, each + 2 * outer + classes * work.rest)
     seeds = min(classes, max(1, limit // (8 * max(1, samples * outer))))
     graph_bytes = kept_bytes(work, samples) if outer or work.rest else 0
     backward = max(

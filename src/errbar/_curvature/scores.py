@@ -32,6 +32,8 @@ _MASKS = ("attention_mask",)
 # Of so many samples it is counted how many repeat: 32 MiB of keys.
 _COUNTED_SAMPLES = 2**22
 _NOTICEABLE_REPEATS = 0.01
+# Numbers that are hashed at a time on a CPU: a dozen passes over them should find them in the cache.
+_HASHED_NUMBERS = 2**16
 
 
 class Repeats:
@@ -145,14 +147,23 @@ def _padded_leaves(batch: Batch) -> list[Tensor]:
 
 
 def _leaf_keys(leaf: Tensor, index: int, mask: Tensor | None) -> Int[Tensor, "B"]:
-    # Adding 0.0 makes of −0.0 a zero with no bits.
-    bits = mixed((leaf.detach().double() + 0.0).view(torch.int64))
+    keep = None
     if mask is not None and mask is not leaf and leaf.shape[: mask.ndim] == mask.shape:
         keep = (mask != 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
-        bits = torch.where(keep, bits, 0)
     # A place is known by its coordinates, not by how many others there are: padding moves no number.
     place = torch.tensor(index + 1, dtype=torch.int64, device=leaf.device) * GAMMA
-    for dimension in range(1, bits.ndim):
-        coordinate = torch.arange(1, bits.shape[dimension] + 1, device=bits.device)
+    for dimension in range(1, leaf.ndim):
+        coordinate = torch.arange(1, leaf.shape[dimension] + 1, device=leaf.device)
         place = mixed(place[..., None] + coordinate * GAMMA)
-    return (bits * (place | 1)).flatten(1).sum(1) if bits.ndim > 1 else bits * (place | 1)
+    place |= 1
+    step = max(1, _HASHED_NUMBERS // max(1, place.numel())) if leaf.device.type == "cpu" else max(1, len(leaf))
+    keys = []
+    for start in range(0, max(1, len(leaf)), step):
+        rows = slice(start, start + step)
+        # Adding 0.0 makes of −0.0 a zero with no bits.
+        bits = mixed((leaf[rows].detach().double() + 0.0).view(torch.int64))
+        if keep is not None:
+            bits = torch.where(keep[rows], bits, 0)
+        products = bits * place
+        keys.append(products.flatten(1).sum(1) if products.ndim > 1 else products)
+    return torch.cat(keys)

@@ -33,7 +33,7 @@ _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
 # A draw of the parameters that is pushed forward, and a backward pass for one class, in forward passes.
 _PUSH_PASSES, BACKWARD_PASSES = 1.0, 2.0
 # Draws of the parameters, and what they become inside the network, take so many bytes at a time.
-PUSHED_BYTES = {"cpu": 2**28, "cuda": 2**33}
+PUSHED_BYTES = {"cpu": 2**27, "cuda": 2**33}
 # What a traced pass keeps, as a share of the bytes of all outputs of modules: measured on ResNet-20.
 _KEPT_SHARE = {"cpu": 1.3, "cuda": 1.1}
 # Freed pieces above this go back to the system (glibc's largest mmap threshold); smaller ones stay in the heap.

@@ -418,6 +418,9 @@ class SharedTerm:
         """J for parameters in other bases: W = outer_basis W̃ inner_basisᵀ."""
         if self.outer is None:
             outer = outer_basis[None, :, :, None].expand(len(self.inner), -1, -1, 1)
+        elif self.is_single:
+            # One product, where the other way there is one with a vector for each sample and class.
+            outer = (self.outer[..., 0] @ outer_basis)[..., None]
         else:
             outer = outer_basis.T @ self.outer
         return SharedTerm(self.layer, self.inner @ inner_basis, outer)

@@ -176,7 +176,9 @@ class LayerwiseRoute:
 
     def traced(self, network: Network, batch: Batch, count: int | None = None) -> Iterator[tuple[Batch, Trace]]:
         """The batch in parts, each run through the network, for derivatives of some seeds at a time."""
-        numbers = self.inner_size + 2 * self.outer_size + (count or self.n_classes) * len(self.rest_spans)
+        # The patches of one layer are made at a time.
+        inner = self.inner_size // max(1, len(self.layers))
+        numbers = inner + 2 * self.outer_size + (count or self.n_classes) * len(self.rest_spans)
         for part in batch.parts(_rows(numbers, network.device)):
             yield part, self._trace(network, part)
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from errbar._base.memory import usable_bytes
 from errbar._base.speed import MachineSpeed
 from errbar._curvature.layout import Layout
+from errbar._curvature.mixture import is_mixture
 from errbar._curvature.registry import structure_called, structure_names
 from errbar._curvature.structure import planned_cost
 from errbar._curvature.task import Task
@@ -157,6 +158,9 @@ def _alternatives(task: Task, layout: Layout, asked: _Choice, work: _Work) -> It
     for name in structure_names():
         if name != task.structure:
             yield "structure", replace(asked, words=f"{start}structure='{name}'", structure=name)
+    if is_mixture(task.structure):
+        # It names layers that a smaller selection lacks.
+        return
     for words, selection in (("parameters='vectors'", layout.vectors()), ("last_layers=1", layout.last(1))):
         if selection.n_parameters < task.selection.n_parameters:
             yield words, replace(asked, words=start + words, selection=selection)

@@ -103,9 +103,8 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
     deviations: Tensor | None = None
     first = 0
     rows, together = _at_a_time(task, samples)
-    for normal in _normal_rows(samples, selection.n_parameters, seed, _drawn_at_a_time(task), network.device):
-        # Products in float64 take twice the time, and a network in float32 sees no difference.
-        directions = factor.sample(normal.to(task.dtype))
+    for normal in _normal_rows(samples, seed, _drawn_at_a_time(task, together), task):
+        directions = factor.sample(normal)
         for few in directions.split(together):
             start = 0
             for part in batch.parts(rows):
@@ -120,10 +119,11 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
     return deviations
 
 
-def _drawn_at_a_time(task: Task) -> int:
-    """Draws of the parameters that are held at a time."""
+def _drawn_at_a_time(task: Task, together: int) -> int:
+    """Draws of the parameters that are held at a time: some times as many as go through the network together."""
     limit = PUSHED_BYTES.get(task.network.device.type, PUSHED_BYTES["cpu"])
-    return max(1, limit // (8 * task.selection.n_parameters))
+    most = max(1, limit // (8 * task.selection.n_parameters))
+    return most - most % together if most > together else most
 
 
 def _at_a_time(task: Task, samples: int) -> tuple[int, int]:
@@ -138,10 +138,12 @@ def _at_a_time(task: Task, samples: int) -> tuple[int, int]:
     return max(1, limit // (draws * widest)), draws
 
 
-def _normal_rows(
-    samples: int, n: int, seed: int, at_a_time: int, device: torch.device
-) -> Iterator[Float[Tensor, "k n"]]:
-    """Standard normal rows, the same whatever the number that is made at a time, and wherever."""
+def _normal_rows(samples: int, seed: int, at_a_time: int, task: Task) -> Iterator[Float[Tensor, "k n"]]:
+    """Standard normal rows, the same whatever the number that is made at a time, and wherever.
+
+    Products in float64 take twice the time, and a network in float32 sees no difference.
+    """
+    n, device = task.selection.n_parameters, task.network.device
     for first in range(0, samples, at_a_time):
         rows = range(first, min(first + at_a_time, samples))
-        yield torch.stack([normal_row(seed, row, n, device) for row in rows])
+        yield torch.stack([normal_row(seed, row, n, device).to(task.dtype) for row in rows])
