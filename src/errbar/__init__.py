@@ -43,7 +43,7 @@ if _TYPE_CHECKING:
     from errbar._distributions.calibration import Calibration
     from errbar._distributions.logits import JointLogits, LogitGaussian
     from errbar._distributions.prediction import Prediction
-    from errbar._files.load import FileDescription, info, load, merge, verify
+    from errbar._files.load import FileDescription, FusionDescription, info, load, merge, verify
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
     from errbar._operations.autofit import autofit
@@ -83,6 +83,7 @@ __all__ = [
     "FileError",
     "ForgetError",
     "FusedClassifier",
+    "FusionDescription",
     "FusionNotice",
     "Information",
     "JointLogits",
@@ -138,7 +139,7 @@ _NAMES = {
     "_distributions.calibration": ("Calibration",),
     "_distributions.logits": ("JointLogits", "LogitGaussian"),
     "_distributions.prediction": ("Prediction",),
-    "_files.load": ("FileDescription", "info", "load", "merge", "verify"),
+    "_files.load": ("FileDescription", "FusionDescription", "info", "load", "merge", "verify"),
     "_monitor.martingales": ("Alarm",),
     "_monitor.monitor": ("Monitor",),
     "_operations.autofit": ("autofit",),

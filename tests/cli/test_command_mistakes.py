@@ -256,7 +256,7 @@ def test_the_shell_completes_commands() -> None:
     asked = environment(_ERRBAR_COMPLETE="complete_bash", COMP_WORDS="errbar cal", COMP_CWORD="1")
     command = [sys.executable, *ERRBAR]
     result = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=60, check=False)
-    assert result.stdout.split() == ["calibrate"]
+    assert result.stdout.split() == ["calibrate", "calibrate-fusion"]
 
 
 def test_a_fit_loads_no_report_and_no_plots(files: Workspace, tmp_path: Path) -> None:

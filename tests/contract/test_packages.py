@@ -48,6 +48,7 @@ DOORS = {
     ("_posterior.posterior", "_files.save"),
     ("_posterior.posterior", "_export.write"),
     ("_files.load", "_operations.fused"),
+    ("_files.load", "_operations.fusion_table"),
 }
 
 # A structure in two files: the second is a form of the first, or its linear algebra.

@@ -26,6 +26,7 @@ PUBLIC = {
     "Decision",
     "FileDescription",
     "FusedClassifier",
+    "FusionDescription",
     "Information",
     "JointLogits",
     "LogitGaussian",

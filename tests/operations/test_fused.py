@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -184,6 +186,20 @@ def test_an_input_for_each_network_and_streams_of_batches() -> None:
     torch.testing.assert_close(fused.predict(each=[x, x]).pmf, fused.predict(x).pmf)
     assert not torch.allclose(fused.predict(each=[x, x.flip(0)]).pmf, fused.predict(x).pmf)
     torch.testing.assert_close(fused.predict(iter([x[:20], x[20:]])).pmf, fused.predict(x).pmf)
+    separate = iter([([x[:20], x[:20].flip(0)], NEW[1][:20]), ([x[20:], x[20:].flip(0)], NEW[1][20:])])
+    each = torch.cat([fused.predict(each=[part, part.flip(0)]).pmf for part in (x[:20], x[20:])])
+    torch.testing.assert_close(fused.predict(separate).pmf, each)
+
+
+def test_a_copy_on_a_device_and_a_pickled_one_predict_the_same() -> None:
+    fused = errbar.FusedClassifier(pair(), scales=(2.0, 0.5), discrepancies=(0.5, 0.1), temperature=1.3)
+    for other in (fused.to("cpu"), pickle.loads(pickle.dumps(fused))):
+        assert (other.scales, other.discrepancies, other.calibration) == (
+            fused.scales,
+            fused.discrepancies,
+            fused.calibration,
+        )
+        torch.testing.assert_close(other.predict(NEW[0]).pmf, fused.predict(NEW[0]).pmf)
 
 
 # ------------------------------------------------------------------------------------------------------- the search
@@ -379,6 +395,15 @@ def test_decisions_take_the_predictions() -> None:
     assert prediction.risk(0.05).shape == (len(NEW[0]), CLASSES)
     costs = 1 - torch.eye(CLASSES).double()
     assert len(errbar.decide(prediction, costs).action) == len(NEW[0])
+    rule = errbar.conformal(calibrated().predict(HELD_OUT[0]).pmf, HELD_OUT[1], level=0.9)
+    assert rule.sets(prediction).shape == (len(NEW[0]), CLASSES)
+
+
+def test_a_monitor_watches_the_predictions() -> None:
+    monitor = errbar.Monitor(calibrated().predict(HELD_OUT[0]), rate=0.01)
+    assert monitor.observe(calibrated().predict(NEW[0]), list(range(len(NEW[0])))) == []
+    alarms = [alarm for _ in range(30) for alarm in monitor.observe(calibrated().predict(NEW[0] + 4.0))]
+    assert alarms
 
 
 # ----------------------------------------------------------------------------------------------------------- files
@@ -410,9 +435,49 @@ def test_files_of_fusions_and_models_must_fit_together(tmp_path: Path) -> None:
         errbar.load(path, models[::-1])
     with pytest.raises(errbar.FileError, match="of one network, and model is a list"):
         errbar.load(other, models)
-    for use in (errbar.info, errbar.verify, lambda name: errbar.merge([name])):
-        with pytest.raises(errbar.FileError, match="holds a fused classifier of several networks"):
-            use(path)
+    with pytest.raises(errbar.FileError, match="holds a fused classifier of several networks"):
+        errbar.merge([path])
+    with pytest.raises(errbar.MismatchError, match="weights"):
+        errbar.verify(path, models[::-1])
+    with pytest.raises(errbar.MismatchError, match="of 2 networks, and model is a Sequential"):
+        errbar.verify(path, models[0])
+    with pytest.raises(errbar.FileError, match="of one network, and model is a list"):
+        errbar.verify(other, models)
+
+
+def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
+    path, by_hand = tmp_path / "fused.safetensors", tmp_path / "by_hand.safetensors"
+    fused = calibrated()
+    fused.save(path, classes=["a", "b", "c", "d"])
+    models = [member.model for member in pair()]
+    for description in (errbar.info(path), errbar.verify(path), errbar.verify(path, models)):
+        assert isinstance(description, errbar.FusionDescription)
+        assert (description.kind, description.n_classes, description.classes) == ("fusion", 4, ("a", "b", "c", "d"))
+        assert (description.scales, description.discrepancies) == (fused.scales, fused.discrepancies)
+        assert (description.temperature, description.covariance_scale) == (fused.temperature, fused.covariance_scale)
+        assert [part.weights for part in description.networks] == [p.information.network.fingerprint for p in pair()]
+        assert description.choice is not None
+        assert description.choice.reason.startswith("Chosen: ")
+    assert str(errbar.load(path, models)) == str(fused)
+    errbar.FusedClassifier(pair()).save(by_hand)
+    assert errbar.info(by_hand).choice is None
+    assert errbar.load(by_hand, models).table is None
+    damaged = bytearray(path.read_bytes())
+    damaged[-5] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(errbar.DamagedFileError):
+        errbar.verify(path)
+
+
+def test_a_comparison_of_other_networks_is_refused(tmp_path: Path) -> None:
+    table = calibrated().table
+    assert table is not None
+    path = tmp_path / "fused.safetensors"
+    models = [member.model for member in pair()]
+    for wrong in (replace(table, chosen="nothing"), replace(table, weights=(1.0,), gains=(0.0,))):
+        errbar.FusedClassifier(pair(), table=wrong).save(path)
+        with pytest.raises(errbar.DamagedFileError, match="comparison that is not one of its 2 networks"):
+            errbar.load(path, models)
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes
@@ -464,8 +529,6 @@ def test_mistakes_in_the_data_are_named() -> None:
         fused.predict()
     with pytest.raises(errbar.ArgumentError, match="each is 1 inputs; expected a list of 2"):
         fused.predict(each=[x])
-    with pytest.raises(errbar.ArgumentError, match="cannot be exported yet"):
-        fused.export("fused.onnx", example=x)
 
 
 def test_held_out_data_of_the_training_are_warned_of() -> None:

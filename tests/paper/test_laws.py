@@ -411,6 +411,98 @@ def test_one_classifier_fused_is_itself_centred(seed: int, classes: int) -> None
     assert float((fused.predict(200).pmf - gaussian.predict(200).pmf).abs().max()) <= 1e-8
 
 
+def two_posteriors(seed: int, fisher: str, classes: int) -> tuple[list[errbar.Posterior], Tensor]:
+    """Two networks of the same inputs and classes, each with a calibration of its own, and new inputs."""
+    problems = [problem(seed + c, hidden=4 + c, classes=classes) for c in range(2)]
+    posteriors = [fitted(p, fisher=fisher) for p in problems]
+    return [
+        posteriors[0].with_calibration(temperature=1.3, covariance_scale=0.8),
+        posteriors[1].with_calibration(temperature=0.7, covariance_scale=1.5),
+    ], problems[0].x[:5]
+
+
+@law
+@given(seed=seeds, fisher=fishers, classes=st.integers(2, 5))
+def test_a_fused_classifier_without_numbers_is_the_fusion_of_the_paper(seed: int, fisher: str, classes: int) -> None:
+    """s = 0, a = 1, T = 1, q = 1."""
+    pair, x = two_posteriors(seed, fisher, classes)
+    fused = errbar.FusedClassifier(pair, scales=(1, 1), discrepancies=(0, 0), temperature=1, covariance_scale=1).logits(
+        x
+    )
+    expected = errbar.fuse([posterior.logits(x) for posterior in pair])
+    assert_close(fused.mean, expected.mean, 1e-10)
+    assert_close(fused.covariance, expected.covariance, 1e-10)
+
+
+@law
+@given(
+    seed=seeds,
+    fisher=fishers,
+    temperature=st.floats(0.2, 5),
+    discrepancy=st.sampled_from([1e10, 1e14, float("inf")]),
+)
+def test_equal_and_large_discrepancies_are_the_mean_of_the_centred_logits(
+    seed: int, fisher: str, temperature: float, discrepancy: float
+) -> None:
+    pair, x = two_posteriors(seed, fisher, 4)
+    fused = errbar.FusedClassifier(
+        pair, discrepancies=(discrepancy,) * 2, temperature=temperature, covariance_scale=0.0
+    )
+    mean = sum(posterior.logits(x).centered().mean for posterior in pair) / 2
+    assert_close(fused.logits(x).mean, mean)
+    assert_close(fused.predict(x).pmf, torch.softmax(mean / temperature, 1))
+
+
+@law
+@given(seed=seeds, fisher=fishers, order=st.permutations([0, 1, 2, 3]))
+def test_a_track_in_any_order_is_the_fusion_of_its_frames(seed: int, fisher: str, order: list[int]) -> None:
+    p = problem(seed, classes=4)
+    posterior = fitted(p, fisher=fisher).with_calibration(temperature=1.4, covariance_scale=0.6)
+    track, again = errbar.Track(posterior), errbar.Track(posterior)
+    for c in range(4):
+        track, again = track.add(p.x[c : c + 1]), again.add(p.x[order[c] : order[c] + 1])
+    fused = errbar.fuse([posterior.logits(p.x[c : c + 1]) for c in range(4)])
+    for other in (again.logits, fused):
+        assert_close(track.logits.mean, other.mean, 1e-10)
+        assert_close(track.logits.covariance, other.covariance, 1e-10)
+
+
+@law
+@given(
+    seed=seeds,
+    fisher=fishers,
+    layers=st.sampled_from([1, 2]),
+    memory=st.floats(0.1, 1),
+    evidence=st.sampled_from([None, 0.3]),
+)
+def test_a_track_of_one_frame_predicts_what_the_posterior_predicts(
+    seed: int, fisher: str, layers: int, memory: float, evidence: float | None
+) -> None:
+    p = problem(seed)
+    posterior = fitted(p, fisher=fisher, last_layers=layers).with_calibration(temperature=1.4)
+    track = errbar.Track(posterior, memory=memory, evidence=evidence).add(p.x[:1])
+    assert float((track.predict(200).pmf - posterior.predict(p.x[:1], 200).pmf).abs().max()) <= 1e-8
+
+
+@law
+@given(seed=seeds, fisher=fishers, memory=st.floats(0.1, 1), frames=st.integers(1, 12))
+def test_a_fading_track_is_the_weighted_sum_of_precisions(seed: int, fisher: str, memory: float, frames: int) -> None:
+    """Σ λ^(C−c) P_c⁻¹ in batch."""
+    p = problem(seed)
+    posterior = fitted(p, fisher=fisher)
+    track = errbar.Track(posterior, memory=memory)
+    for c in range(frames):
+        track = track.add(p.x[c : c + 1])
+    logits = posterior.logits(p.x[:frames])
+    basis = torch.linalg.qr(torch.eye(3, dtype=torch.float64)[:, :2] - 1 / 3)[0]
+    weights = memory ** torch.arange(frames - 1, -1, -1, dtype=torch.float64)
+    precisions = weights[:, None, None] * torch.linalg.inv(basis.T @ logits.covariance @ basis)
+    covariance = torch.linalg.inv(precisions.sum(0))
+    mean = covariance @ torch.einsum("cij,cj->i", precisions, logits.mean @ basis)
+    assert_close(track.logits.mean[0], basis @ mean)
+    assert_close(track.logits.covariance[0], basis @ covariance @ basis.T)
+
+
 @law
 @given(seed=seeds)
 def test_another_classifier_never_increases_a_variance(seed: int) -> None:

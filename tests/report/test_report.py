@@ -317,6 +317,28 @@ def test_what_would_not_fit_into_memory_is_left_out_and_said(
         assert sentence in page
 
 
+@pytest.mark.parametrize("q", [0.5, 0.0])
+def test_a_fused_classifier_has_a_report(posterior: errbar.Posterior, q: float) -> None:
+    x, y = problem(200, 1)
+    second = posterior.with_calibration(temperature=2.0)
+    fused = errbar.FusedClassifier([posterior, second], discrepancies=(0.2, 1.0), temperature=1.3, covariance_scale=q)
+    outside = [torch.randn(40, 4, generator=torch.Generator().manual_seed(2)) * 6]
+    made = report.assess(fused, [(x[:90], y[:90]), (x[90:], y[90:])], outliers=outside)
+    logits = fused.logits(x)
+    pmfs = [torch.softmax(logits.mean, 1), logits.predict().pmf, fused.predict(x).pmf]
+    for variant, pmf in zip(made.variants, pmfs, strict=True):
+        assert variant.nll.value == pytest.approx(metrics.nll(pmf, y), rel=1e-5)
+    assert (made.temperature, made.covariance_scale, made.softening) == (1.3, q, 0.0)
+    assert [facts.heading for facts in made.provenance][:3] == ["Fusion", "Posterior 0", "Posterior 1"]
+    assert any("linearisation was not checked" in sentence for sentence in made.missing)
+    assert made.linearisation is None
+    text = report.page(made)
+    assert "discrepancies s" in text
+    assert made.curves is not None
+    if q == 0:
+        assert len(set(made.curves.by_scale.y)) == 1
+
+
 # -------------------------------------------------------------------------------------------------------- the words
 
 

@@ -515,3 +515,55 @@ def test_there_are_no_documentation_pages_that_would_load_scripts_from_elsewhere
     assert (running.ask("/docs").status_code, running.ask("/redoc").status_code) == (404, 404)
     assert running.ask("/page/../app.py").status_code == 404
     assert running.ask("/page/%2e%2e/app.py").status_code == 404
+
+
+# ------------------------------------------------------------------------------------------------- networks fused
+
+
+def fused_pair(**numbers: Any) -> errbar.FusedClassifier:
+    return errbar.FusedClassifier([posterior(), posterior(1)], **numbers)
+
+
+def test_a_fused_classifier_is_served_like_a_posterior() -> None:
+    fused = fused_pair(discrepancies=(0.3, 0.8), temperature=1.2, covariance_scale=0.6)
+    with service(served("both", fused, classes=CLASSES, reference=[serving.data()])) as both:
+        body = {"inputs": X[:4].tolist(), "samples": 300, "seed": 7, "risk": 0.4, "include": ["outlier", "logits"]}
+        told = both.told("/v1/predict", body)
+        expected = fused.predict(X[:4], 300, 7)
+        assert [one["pmf"] for one in told["predictions"]] == expected.pmf.tolist()
+        assert [one["risk"] for one in told["predictions"]] == expected.risk(0.4).tolist()
+        assert (told["temperature"], told["covariance_scale"], told["softening"]) == (1.2, 0.6, 0.0)
+        tempered = fused.logits(X[:4]).tempered(1.2)
+        for row, one in enumerate(told["predictions"]):
+            torch.testing.assert_close(torch.tensor(one["logits"]["mean"]), tempered.mean[row])
+            assert 0 <= one["outlier"]["percentile"] <= 100
+        other = both.told("/v1/predict", body | {"temperature": 2.0, "covariance_scale": 0.1})
+        changed = fused.with_calibration(temperature=2.0, covariance_scale=0.1).predict(X[:4], 300, 7)
+        assert [one["pmf"] for one in other["predictions"]] == changed.pmf.tolist()
+        about = both.told("/v1/model")
+        assert (about["networks"], about["calibrated"], about["layers"]) == (2, True, ["0.0", "0.2", "1.0", "1.2"])
+        assert both.ask("/v1/predict", body | {"softening": 0.5}).status_code == 422
+        assert both.ask("/").status_code == 200
+
+
+def test_frames_of_a_fused_classifier_are_weighted_by_their_precisions() -> None:
+    fused = fused_pair(discrepancies=(0.3, 0.8), temperature=1.2)
+    with service(served("both", fused, classes=CLASSES)) as both:
+        told = both.told("/v1/fuse", {"inputs": X[:3].tolist(), "samples": 200, "seed": 1})
+        each = [fused.unrounded_logits(X[row : row + 1]).tempered(1.2) for row in range(3)]
+        expected = errbar.fuse(each).predict(200, 1).pmf[0]
+        torch.testing.assert_close(torch.tensor(told["objects"][0]["fused"]["pmf"]), expected, rtol=0, atol=1e-5)
+        refused = both.ask("/v1/fuse", {"inputs": X[:3].tolist(), "joint": True})
+        assert refused.status_code == 422
+        assert "no covariance between frames in common" in refused.text
+
+
+def test_a_fusion_without_a_width_has_none_to_choose() -> None:
+    mean = fused_pair(discrepancies=(float("inf"),) * 2, covariance_scale=0.0)
+    with service(served("mean", mean, classes=CLASSES)) as both:
+        told = both.told("/v1/predict", {"inputs": X[:2].tolist()})
+        expected = torch.softmax(mean.logits(X[:2]).mean, 1)
+        torch.testing.assert_close(torch.tensor([one["pmf"] for one in told["predictions"]]), expected)
+        refused = both.ask("/v1/predict", {"inputs": X[:2].tolist(), "covariance_scale": 1.0})
+        assert refused.status_code == 422
+        assert "discrepancies are all infinite" in refused.text

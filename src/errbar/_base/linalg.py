@@ -238,7 +238,9 @@ def quick_inverse(
         result = torch.cholesky_inverse(lower)
         traces = [matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (covariance, result)]
         eps = torch.finfo(torch.float64).eps if rounding is None else rounding
-        if bool((traces[0] * traces[1] < min(_WELL_CONDITIONED, 1 / (covariance.shape[-1] * eps))).all()):
+        # Without rounding of the entries, only that of float64 counts.
+        limit = min(_WELL_CONDITIONED, 1 / (covariance.shape[-1] * eps)) if eps > 0 else _WELL_CONDITIONED
+        if bool((traces[0] * traces[1] < limit).all()):
             return symmetric(result)
     return inverse(covariance, name=name, rounding=rounding)
 

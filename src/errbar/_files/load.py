@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchEr
 
 if TYPE_CHECKING:
     from errbar._operations.fused import FusedClassifier
+    from errbar._operations.fusion_table import FusionTable
 
 Path = str | os.PathLike[str]
 KINDS = ("posterior", "information", "checkpoint", "fusion")
@@ -75,6 +76,31 @@ class FileDescription:
     batches: int | None
     output: str | None
     unpack: bool
+    choice: ChoiceTable | None
+
+
+@dataclass(frozen=True, eq=False)
+class FusionDescription:
+    """What the file of a fused classifier says about itself, as `FileDescription` does for those of one network.
+
+    `networks` describes the posterior of each; `scales` are a, `discrepancies` s, `temperature` T and
+    `covariance_scale` q. `choice` is what `calibrate_fusion` compared, None for a fusion that was made by hand.
+    """
+
+    path: str
+    kind: str
+    bytes: int
+    format: int
+    errbar_version: str
+    torch_version: str
+    content: str
+    n_classes: int
+    classes: tuple[str, ...] | None
+    scales: tuple[float, ...]
+    discrepancies: tuple[float, ...]
+    temperature: float
+    covariance_scale: float
+    networks: tuple[FileDescription, ...]
     choice: ChoiceTable | None
 
 
@@ -169,23 +195,31 @@ def merge(paths: Iterable[Path]) -> Information:
     return reduce(add, parts)
 
 
-def info(path: Path) -> FileDescription:
+def info(path: Path) -> FileDescription | FusionDescription:
     """What a file says about itself. Only its header is read; `verify` checks the rest."""
-    contents = _read(path, header_only=True)
-    _require_one_network(contents)
-    return _description(contents)
+    return _described(_read(path, header_only=True))
 
 
-def verify(path: Path, model: nn.Module | None = None) -> FileDescription:
-    """Read and check all of a file, and with `model` that it belongs to these weights; raises an error otherwise."""
+def verify(path: Path, model: nn.Module | Sequence[nn.Module] | None = None) -> FileDescription | FusionDescription:
+    """Read and check all of a file, and with `model` that it belongs to these weights; raises an error otherwise.
+
+    For the file of a fused classifier `model` is a list with that of each network.
+    """
     contents = _read(path)
-    _require_one_network(contents)
-    description = _description(contents)
-    information, _ = read_information(contents)
-    if contents.kind == "posterior":
-        _factor(contents, information, _prior(contents, information))
-    if model is not None:
-        information.about(Network(model))
+    description = _described(contents)
+    members: list[Contents] = [contents]
+    models: list[Any] = [model]
+    if contents.kind == "fusion":
+        members = _members(contents)
+        models = [None] * len(members) if model is None else _models(contents, model, len(members))
+    elif isinstance(model, (list, tuple)):
+        raise _one_network(contents, model)
+    for member, own in zip(members, models, strict=True):
+        information, _ = read_information(member)
+        if member.kind == "posterior":
+            _factor(member, information, _prior(member, information))
+        if own is not None:
+            information.about(Network(own))
     return description
 
 
@@ -249,35 +283,87 @@ def _fusion(
     from errbar._operations.fused import FusedClassifier
 
     if contents.kind != "fusion":
-        raise FileError(
-            f"{contents.path} holds {_noun(contents.kind)} of one network, and model is a {type(models).__name__}; "
-            "expected one model."
-        )
-    fields = contents.description
-    networks = fields.parts("networks")
-    if not 2 <= len(networks) <= _MOST_NETWORKS:
-        raise DamagedFileError(f"{contents.path} holds a fusion of {len(networks)} networks; expected two or more.")
-    if not isinstance(models, (list, tuple)) or len(models) != len(networks):
-        given = f"{len(models)} models" if isinstance(models, (list, tuple)) else f"a {type(models).__name__}"
-        raise MismatchError(
-            f"{contents.path} holds a fused classifier of {len(networks)} networks, and model is {given}; expected a "
-            "list of their models, in the order in which they were fused."
-        )
-    posteriors = []
-    for c, (part, model) in enumerate(zip(networks, models, strict=True)):
-        own = {name.partition(".")[2]: t for name, t in contents.tensors.items() if name.partition(".")[0] == str(c)}
-        member = replace(contents, kind="posterior", description=part.part("posterior"), tensors=own)
-        posteriors.append(_posterior(member, model, classes, unpack, output))
+        raise _one_network(contents, models)
+    members = _members(contents)
+    each = _models(contents, models, len(members))
+    posteriors = [
+        _posterior(member, model, classes, unpack, output) for member, model in zip(members, each, strict=True)
+    ]
     if len({posterior.information.n_classes for posterior in posteriors}) > 1:
         raise DamagedFileError(f"{contents.path} holds a fusion of networks with different classes.")
     return FusedClassifier(
-        tuple(posteriors),
-        scales=tuple(part.number("scale", above=0) for part in networks),
-        discrepancies=tuple(
+        tuple(posteriors), **_numbers(contents.description), table=_fusion_table(contents.description, len(posteriors))
+    )
+
+
+def _one_network(contents: Contents, models: object) -> FileError:
+    return FileError(
+        f"{contents.path} holds {_noun(contents.kind)} of one network, and model is a {type(models).__name__}; "
+        "expected one model."
+    )
+
+
+def _members(contents: Contents) -> list[Contents]:
+    """The posterior of each network, as if it had a file of its own."""
+    networks = contents.description.parts("networks")
+    if not 2 <= len(networks) <= _MOST_NETWORKS:
+        raise DamagedFileError(f"{contents.path} holds a fusion of {len(networks)} networks; expected two or more.")
+    members = []
+    for c, part in enumerate(networks):
+        own = {name.partition(".")[2]: t for name, t in contents.tensors.items() if name.partition(".")[0] == str(c)}
+        members.append(replace(contents, kind="posterior", description=part.part("posterior"), tensors=own))
+    return members
+
+
+def _models(contents: Contents, models: object, count: int) -> list[nn.Module]:
+    if not isinstance(models, (list, tuple)) or len(models) != count:
+        given = f"{len(models)} models" if isinstance(models, (list, tuple)) else f"a {type(models).__name__}"
+        raise MismatchError(
+            f"{contents.path} holds a fused classifier of {count} networks, and model is {given}; expected a "
+            "list of their models, in the order in which they were fused."
+        )
+    return list(models)
+
+
+def _numbers(fields: Fields) -> dict[str, Any]:
+    """a, s, T and q."""
+    networks = fields.parts("networks")
+    return {
+        "scales": tuple(part.number("scale", above=0) for part in networks),
+        "discrepancies": tuple(
             part.number("discrepancy", least=0) if "discrepancy" in part else math.inf for part in networks
         ),
-        temperature=_temperature(fields),
-        covariance_scale=_fused_scale(fields, networks),
+        "temperature": _temperature(fields),
+        "covariance_scale": _fused_scale(fields, networks),
+    }
+
+
+def _fusion_table(fields: Fields, count: int) -> FusionTable | None:
+    """What `calibrate_fusion` compared; None for fusions made by hand, and in files of before it was kept."""
+    from errbar._operations.fusion_table import FusionRow, FusionTable
+
+    if "table" not in fields:
+        return None
+    part = fields.part("table")
+    rows = tuple(
+        FusionRow(
+            row.text("name"),
+            row.whole("fitted"),
+            *(row.number(name) for name in ("nll", "difference", "standard_error")),
+        )
+        for row in part.parts("rows")
+    )
+    networks = part.parts("networks")
+    if len(networks) != count or part.text("chosen") not in {row.name for row in rows}:
+        raise DamagedFileError(f"{fields.where} holds a comparison that is not one of its {count} networks.")
+    return FusionTable(
+        rows,
+        part.text("chosen"),
+        part.text("reason"),
+        weights=tuple(own.number("weight") for own in networks),
+        gains=tuple(own.number("gain") for own in networks),
+        inputs=part.whole("inputs", 1),
+        folds=part.whole("folds", 1),
     )
 
 
@@ -323,6 +409,27 @@ def _precision(fields: Fields) -> float | dict[str, float] | str | None:
     if "entries" in prior:
         return "one for each parameter"
     return float(prior.number("value", above=0))
+
+
+def _described(contents: Contents) -> FileDescription | FusionDescription:
+    if contents.kind != "fusion":
+        return _description(contents)
+    networks = tuple(_description(member) for member in _members(contents))
+    table = _fusion_table(contents.description, len(networks))
+    return FusionDescription(
+        path=contents.path,
+        kind=contents.kind,
+        bytes=contents.size,
+        format=contents.versions[0],
+        errbar_version=contents.versions[1],
+        torch_version=contents.versions[2],
+        content=contents.digest,
+        n_classes=networks[0].n_classes,
+        classes=networks[0].classes,
+        **_numbers(contents.description),
+        networks=networks,
+        choice=None if table is None else ChoiceTable.of(table.cells(), table.reason, ()),
+    )
 
 
 def _description(contents: Contents) -> FileDescription:

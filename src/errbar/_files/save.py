@@ -45,8 +45,12 @@ def save_fusion(
     classes: Sequence[str] | None,
     *,
     factors: bool,
+    table: Description | None,
 ) -> None:
-    """Several posteriors and the numbers of their fusion in one file; the arrays of each begin with its number."""
+    """Several posteriors and the numbers of their fusion in one file; the arrays of each begin with its number.
+
+    `table` is what `FusionTable.described` says.
+    """
     networks: list[Description] = []
     tensors: dict[str, Tensor] = {}
     for c, posterior in enumerate(posteriors):
@@ -56,7 +60,8 @@ def save_fusion(
         networks.append({"scale": scales[c], "discrepancy": discrepancy, "posterior": own})
         tensors |= {f"{c}.{name}": tensor for name, tensor in arrays.items()}
     numbers = {"temperature": temperature, "covariance_scale": covariance_scale}
-    write(path, "fusion", {**numbers, "networks": networks}, tensors)
+    compared = {} if table is None else {"table": table}
+    write(path, "fusion", {**numbers, "networks": networks, **compared}, tensors)
 
 
 def _posterior_record(

@@ -22,9 +22,9 @@ from errbar._distributed.shards import opened_raw
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_samples, require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, to_batch
+from errbar._model.batch import Unpack, checked_labels
 from errbar._operations.folds import divided, group_numbers, require_folds, standard_error
-from errbar._operations.fused import FusedClassifier, require_posteriors
+from errbar._operations.fused import FusedClassifier, batch_of_each, require_posteriors
 from errbar._operations.fusion_table import FusionRow, FusionTable
 from errbar._operations.fusion_variants import (
     Alone,
@@ -157,7 +157,7 @@ def _readings_of(
     labels: list[Tensor] = []
     count = 0
     for value in stream:
-        batches = _batch_of_each(value, posteriors, unpack)
+        batches = batch_of_each(value, posteriors, unpack)
         rows = len(batches[0])
         count += rows
         # The covariances, their eigenvectors, and as much again for the slopes.
@@ -179,24 +179,6 @@ def _readings_of(
         return None
     with plain_execution(device):
         return Readings.of(gaussians, torch.cat(labels))
-
-
-def _batch_of_each(value: Any, posteriors: Sequence[Posterior], unpack: Unpack | None) -> list[Batch]:
-    """The batch as each network reads it: ([x_1, …], labels) has an input for each."""
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    if unpack is None and is_pair and isinstance(value[0], (list, tuple)):
-        kept = posteriors[0].unpack
-        reads_lists = kept is not None and kept.form == "sequence"
-        if len(value[0]) == len(posteriors) and not reads_lists:
-            inputs = [to_batch(x, posterior.unpack) for x, posterior in zip(value[0], posteriors, strict=True)]
-            first = inputs[0]
-            return [Batch(first.args, first.kwargs, value[1], first.form), *inputs[1:]]
-        if not reads_lists:
-            raise DataError(
-                f"A held-out batch has {len(value[0])} inputs for {len(posteriors)} networks; expected (x, labels), or "
-                "([x_1, ...], labels) with one input for each network."
-            )
-    return [to_batch(value, unpack or posterior.unpack) for posterior in posteriors]
 
 
 # ------------------------------------------------------------------------------------------------------- choosing

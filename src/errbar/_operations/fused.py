@@ -24,11 +24,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base import linalg
+from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
-from errbar._model.batch import Unpack, is_stream, raw_batches
+from errbar._model.batch import Batch, KeptUnpack, Unpack, is_stream, raw_batches, to_batch
 from errbar._operations.fusion_table import FusionTable
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, DataError, MismatchError, SingularCovarianceError
@@ -98,6 +99,17 @@ class FusedClassifier:
         """T and q together, as `LogitGaussian.calibrated` takes them."""
         return Calibration(self.temperature, self.covariance_scale)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether any number was fitted or set: without, this is the fusion of the paper."""
+        plain = ((1.0,) * len(self), (0.0,) * len(self), Calibration())
+        return (self.scales, self.discrepancies, self.calibration) != plain
+
+    @property
+    def unpack(self) -> KeptUnpack | None:
+        """How batches that all networks see are read: as in the fit of the first."""
+        return self.posteriors[0].unpack
+
     def __len__(self) -> int:
         return len(self.posteriors)
 
@@ -126,7 +138,7 @@ class FusedClassifier:
         if (x is None) == (each is None):
             raise ArgumentError("Expected x, an input that all networks see, or each=[x_1, ...] with one for each.")
         if each is None and is_stream(x):
-            parts = [self.plain_logits(batch, unpack=unpack) for batch in raw_batches(x)]
+            parts = [self._of_batch(value, unpack) for value in raw_batches(x)]
             if not parts:
                 raise DataError("The data are empty: expected at least one batch.")
             return LogitGaussian.concatenated(parts)
@@ -136,6 +148,10 @@ class FusedClassifier:
             for posterior, own in zip(self.posteriors, inputs, strict=True)
         ]
         return self._fused(gaussians)
+
+    def _of_batch(self, value: Any, unpack: Unpack | None) -> LogitGaussian:
+        inputs = None if unpack is not None else inputs_of_each(value, self.posteriors)
+        return self.plain_logits(value if inputs is None else None, each=inputs, unpack=unpack)
 
     def predict(
         self,
@@ -151,7 +167,7 @@ class FusedClassifier:
 
         Args:
             x: one batch that all networks see, or a DataLoader, a Dataset or an iterator of batches, as in
-                `Posterior.predict`.
+                `Posterior.predict`. Batches ([x_1, …], labels) hold an input for each network.
             samples: Monte Carlo draws.
             seed: of those draws.
             each: instead of x, one batch for each network: row i of all of them is one object.
@@ -160,6 +176,13 @@ class FusedClassifier:
         """
         gaussian = self.plain_logits(x, each=each, unpack=unpack).calibrated(self.calibration)
         return gaussian.predict(samples, seed, draws=draws)
+
+    def require_ready(self, team: Team) -> None:
+        """Refuse changed weights, and ranks of a team whose classifiers are not the same."""
+        for posterior in self.posteriors:
+            posterior.require_ready(team)
+        numbers = {"scales": self.scales, "discrepancies": self.discrepancies, **self.calibration.described()}
+        team.require_same({f"{name} of the fusion": str(value) for name, value in numbers.items()})
 
     def fused(self, gaussians: Iterable[LogitGaussian]) -> LogitGaussian:
         """`logits`, from the logits of each network in the order of `posteriors`."""
@@ -196,14 +219,14 @@ class FusedClassifier:
         precisions = [self._precision(c, widened[c], dtypes[c]) for c in taking_part]
         information = torch.stack(precisions).sum(0)
         vectors = [(p @ means[c][..., None])[..., 0] for c, p in zip(taking_part, precisions, strict=True)]
-        covariance = linalg.inverse(information, name="The fused information")
+        covariance = linalg.quick_inverse(information, name="The fused information")
         return (covariance @ torch.stack(vectors).sum(0)[..., None])[..., 0], covariance
 
     def _precision(self, c: int, widened: Float[Tensor, "B d d"], dtype: torch.dtype) -> Float[Tensor, "B d d"]:
         # With a discrepancy the smallest eigenvalue is s_c itself, whatever rounding has made of P_c.
         rounding = torch.finfo(dtype).eps if self.discrepancies[c] == 0 else 0.0
         try:
-            return linalg.inverse(widened, name=f"The covariance of network {c}", rounding=rounding)
+            return linalg.quick_inverse(widened, name=f"The covariance of network {c}", rounding=rounding)
         except SingularCovarianceError as error:
             raise SingularCovarianceError(f"{error} {_CERTAIN}") from None
 
@@ -242,17 +265,22 @@ class FusedClassifier:
             table=None,
         )
 
+    def to(self, device: torch.device | str) -> FusedClassifier:
+        """The same with all networks on `device`, as `Posterior.to` does it."""
+        return replace(self, posteriors=tuple(posterior.to(device) for posterior in self.posteriors))
+
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
     ) -> None:
         """Write all posteriors and the numbers to one file, for `errbar.load(path, [model, …])`.
 
-        `factors` and `classes` as in `Posterior.save`. The table is not in the file.
+        `factors` and `classes` as in `Posterior.save`. The table is in the file too.
         """
         from errbar._files.save import save_fusion
 
         numbers = (self.scales, self.discrepancies, self.temperature, self.covariance_scale)
-        save_fusion(self.posteriors, *numbers, path, classes, factors=factors)
+        table = None if self.table is None else self.table.described()
+        save_fusion(self.posteriors, *numbers, path, classes, factors=factors, table=table)
 
     def export(self, path: str | os.PathLike[str], *, example: Any, **options: Any) -> None:
         """Not there yet: always raises an `ArgumentError` that says what to do instead."""
@@ -305,6 +333,29 @@ def _inputs(each: object, count: int) -> list[Any]:
         given = f"{len(each)} inputs" if isinstance(each, (list, tuple)) else f"a {type(each).__name__}"
         raise ArgumentError(f"each is {given}; expected a list of {count}, one for each network.")
     return list(each)
+
+
+def batch_of_each(value: Any, posteriors: Sequence[Posterior], unpack: Unpack | None) -> list[Batch]:
+    """The batch as each network reads it; ([x_1, …], labels) has an input for each, and the first gets the labels."""
+    inputs = None if unpack is not None else inputs_of_each(value, posteriors)
+    if inputs is None:
+        return [to_batch(value, unpack or posterior.unpack) for posterior in posteriors]
+    first, *others = (to_batch(x, posterior.unpack) for x, posterior in zip(inputs, posteriors, strict=True))
+    return [Batch(first.args, first.kwargs, value[1], first.form), *others]
+
+
+def inputs_of_each(value: Any, posteriors: Sequence[Posterior]) -> list[Any] | None:
+    """[x_1, …] of a batch ([x_1, …], labels); None for one that all networks see."""
+    kept = posteriors[0].unpack
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (list, tuple))
+    if not is_pair or (kept is not None and kept.form == "sequence"):
+        return None
+    if len(value[0]) != len(posteriors):
+        raise DataError(
+            f"A batch has {len(value[0])} inputs for {len(posteriors)} networks; expected (x, labels), or "
+            "([x_1, ...], labels) with one input for each network."
+        )
+    return list(value[0])
 
 
 def _require_alike(sources: Sequence[LogitGaussian], classifier: FusedClassifier) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,29 @@ class FusionTable:
         """The row of this name."""
         return next(row for row in self.rows if row.name == name)
 
-    def __str__(self) -> str:
-        heads = ("cross-validated", "fitted", "NLL", "against the mean of logits", "")
-        cells = [heads]
+    def described(self) -> dict[str, Any]:
+        """The table in lists, mappings, numbers and texts, as files hold it."""
+        networks = [{"weight": w, "gain": gain} for w, gain in zip(self.weights, self.gains, strict=True)]
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "networks": networks,
+            **{name: getattr(self, name) for name in ("chosen", "reason", "inputs", "folds")},
+        }
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Headings and rows as texts; the last column marks what was chosen."""
+        cells: list[tuple[str, ...]] = [("cross-validated", "fitted", "NLL", "against the mean of logits", "")]
         for row in self.rows:
             against = (
                 "" if row.fitted == 1 and row.difference == 0 else f"{row.difference:+.4f} ± {row.standard_error:.4f}"
             )
             mark = "chosen" if row.name == self.chosen else ""
             cells.append((row.name, str(row.fitted), f"{row.nll:.4f}", against, mark))
-        widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+        return cells
+
+    def __str__(self) -> str:
+        cells = self.cells()
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         lines = [
             "  ".join(
                 cell.ljust(width) if column in (0, 4) else cell.rjust(width)

@@ -17,17 +17,17 @@ from errbar.errors import ArgumentError
 if TYPE_CHECKING:
     from errbar._distributed.order import Columns, Place
     from errbar.cli.inputs import Source
-    from errbar.cli.posteriors import Loaded
+    from errbar.cli.posteriors import LoadedClassifier
     from errbar.cli.session import Session
     from errbar.report.values import Estimate, Facts, Variant
 
 
 def evaluate(
     context: typer.Context,
-    posterior: options.PosteriorArgument,
+    posterior: options.ClassifierArgument,
     data: options.DataArgument,
-    model: options.Model,
-    weights: options.Weights = None,
+    model: options.NetworkModels,
+    weights: options.NetworkWeights = None,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write a page about it too: an .html file.")
     ] = None,
@@ -52,14 +52,14 @@ def evaluate(
     """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
-    from errbar.cli.posteriors import PosteriorRequest, notice_if_uncalibrated
+    from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
     from errbar.cli.session import session
 
     with session("evaluate", as_json=as_json, progress=progress, device=device, ranks=True) as here:
 
-        def prepared() -> tuple[tuple[int, int, int] | None, Loaded, Source, Source | None]:
+        def prepared() -> tuple[tuple[int, int, int] | None, LoadedClassifier, Source, Source | None]:
             pictures = _required(report, outliers, shape, force, here.team.size)
-            loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+            loaded = ClassifierRequest(posterior, tuple(model), tuple(weights or ())).load(here.device)
             source = DataRequest(data, batch_size, transform, image_size).open(NEW, loaded.classes)
             second = None
             if outliers is not None:
@@ -69,13 +69,13 @@ def evaluate(
 
         pictures, loaded, source, second = here.together(prepared)
         if report is None:
-            scores = _scored(here, loaded.posterior, source, samples, bins, seed)
+            scores = _scored(here, loaded.classifier, source, samples, bins, seed)
             if scores is None:
                 return
             inputs = sum(bin_.count for bin_ in scores[0].diagram)
         else:
             page = pages.assess(
-                loaded.posterior,
+                loaded.classifier,
                 source.loader(),
                 outliers=None if second is None else second.loader(),
                 classes=loaded.classes,
@@ -87,17 +87,22 @@ def evaluate(
                 outliers_name=outliers or "",
                 subject=f"{posterior.name} on {data}",
                 choice=errbar.info(posterior).choice,
-                provenance=(_command(context, posterior, model, weights, data, outliers),),
+                provenance=(_command(context, posterior, model, weights or [], data, outliers),),
                 progress=here.progress,
             )
             pages.write(page, report)
             scores, inputs = page.variants, page.inputs
-        notice_if_uncalibrated(here, loaded)
+        notice_if_uncalibrated(here, loaded.classifier)
         _answer(here, loaded, scores, inputs, bins, report)
 
 
 def _scored(
-    here: Session, posterior: errbar.Posterior, source: Source, samples: int, bins: int, seed: int
+    here: Session,
+    posterior: errbar.Posterior | errbar.FusedClassifier,
+    source: Source,
+    samples: int,
+    bins: int,
+    seed: int,
 ) -> tuple[Variant, ...] | None:
     """The scores on all data; None on all ranks but the first."""
     from errbar._distributed.order import concatenated, share_of, used_in_order
@@ -143,19 +148,24 @@ def _required(
     return None if shape is None else picture_shape(shape)
 
 
-def _try(loaded: Loaded, sources: Sequence[Source], shape: tuple[int, int, int] | None) -> None:
+def _try(loaded: LoadedClassifier, sources: Sequence[Source], shape: tuple[int, int, int] | None) -> None:
     """Two inputs of each set: what is wrong with the second set, or with pictures, is not to cost a whole pass."""
     from errbar.cli.inputs import first_inputs
     from errbar.report.pictures import picture_of
 
     for source in sources:
         for batch in first_inputs(source.loader(), 2):
-            loaded.posterior.sampling_logits(batch, samples=2)
+            loaded.classifier.predict(batch, samples=2)
             picture_of(batch, shape)
 
 
 def _command(
-    context: typer.Context, posterior: Path, model: str, weights: Path | None, data: str, outliers: str | None
+    context: typer.Context,
+    posterior: Path,
+    models: Sequence[str],
+    weights: Sequence[Path],
+    data: str,
+    outliers: str | None,
 ) -> Facts:
     """What was typed, when, and which files it named."""
     from errbar.report.values import Facts
@@ -166,14 +176,14 @@ def _command(
         ("time", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("posterior", str(posterior)),
         ("its content (SHA-256)", errbar.info(posterior).content),
-        ("model", model if weights is None else f"{model}, weights {weights}"),
+        ("model", ", ".join(models) + (f", weights {', '.join(map(str, weights))}" if weights else "")),
         ("data", data),
     ]
     return Facts("Command", (*rows, *([("second set", outliers)] if outliers is not None else [])))
 
 
 def _answer(
-    here: Session, loaded: Loaded, scores: tuple[Variant, ...], inputs: int, bins: int, report: Path | None
+    here: Session, loaded: LoadedClassifier, scores: tuple[Variant, ...], inputs: int, bins: int, report: Path | None
 ) -> None:
     from rich.console import Group, RenderableType
 
@@ -183,9 +193,7 @@ def _answer(
     verdict = headline(scores[0], scores[-1])
     facts: dict[str, Any] = {
         "inputs": inputs,
-        "temperature": loaded.posterior.temperature,
-        "covariance_scale": loaded.posterior.covariance_scale,
-        "softening": loaded.posterior.softening,
+        **vars(loaded.classifier.calibration),
         "bins": bins,
         "scores": {variant.key: _scores(variant) for variant in scores},
         "verdict": verdict,

@@ -17,11 +17,11 @@ _EXAMPLE = 16
 
 
 def export(
-    posterior: options.PosteriorArgument,
+    posterior: options.ClassifierArgument,
     data: options.DataArgument,
-    model: options.Model,
+    model: options.NetworkModels,
     output: options.Graph,
-    weights: options.Weights = None,
+    weights: options.NetworkWeights = None,
     risk: options.Risk = None,
     only: Annotated[
         list[options.OutputName] | None,
@@ -39,7 +39,7 @@ def export(
     from errbar._export.write import OUTPUTS, checked_path
     from errbar.cli.inputs import NEW, DataRequest, first_inputs
     from errbar.cli.output import require_new
-    from errbar.cli.posteriors import PosteriorRequest
+    from errbar.cli.posteriors import ClassifierRequest
     from errbar.cli.predictions import thresholds_of
     from errbar.cli.session import session
 
@@ -47,13 +47,13 @@ def export(
         require_new(output, force)
         checked_path(output)
         thresholds = list(thresholds_of(risk).values())
-        loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+        loaded = ClassifierRequest(posterior, tuple(model), tuple(weights or ())).load(here.device)
         source = DataRequest(data, _EXAMPLE, transform, image_size).open(NEW, loaded.classes, labelled=False)
         example = next(iter(first_inputs(source.loader(), _EXAMPLE)), None)
         if example is None:
             raise DataError(f"The data {data} are empty: expected at least one batch.")
         names = None if only is None else [options.argument_of(choice) for choice in only]
-        loaded.posterior.export(
+        loaded.classifier.export(
             output, example=example, samples=samples, seed=seed, risk=thresholds, draws=draws, outputs=names
         )
         here.answer(
@@ -61,9 +61,7 @@ def export(
                 "output": output,
                 "inputs": _inputs(example),
                 "outputs": names or [name for name in OUTPUTS if thresholds or name != "risk"],
-                "temperature": loaded.posterior.temperature,
-                "covariance_scale": loaded.posterior.covariance_scale,
-                "softening": loaded.posterior.softening,
+                **vars(loaded.classifier.calibration),
                 "samples": samples,
                 "seed": seed,
                 "checked_with": len(example),

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from pathlib import Path
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import errbar
 from errbar.cli import options
-from errbar.errors import ArgumentError, DataError, MismatchError
+from errbar.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from errbar._model.batch import Batch
-    from errbar.cli.posteriors import Loaded
 
 
 def fuse(
     data: options.DataArgument,
     output: options.Results,
-    posterior: Annotated[
-        list[Path], typer.Option("--posterior", "-p", metavar="FILE", help="A classifier; repeat it for each.")
-    ],
+    posterior: options.Posteriors,
     model: options.Models,
     weights: options.WeightsFiles = None,
     frames: Annotated[
@@ -45,12 +41,13 @@ def fuse(
 ) -> None:
     """Fuse several classifiers of the same inputs, or with --frames several frames of each object, into one PMF.
 
-    Frames are weighted by their precisions, as errbar.Track does; with --joint by the covariance R between them, which
-    assumes that only the parameters make frames differ.
+    Classifiers are fused by their covariances alone, as in the paper; errbar calibrate-fusion weighs them by held-out
+    data first, and errbar predict takes what it writes. Frames are weighted by their precisions, as errbar.Track does;
+    with --joint by the covariance R between them, which assumes that only the parameters make frames differ.
     """
     from errbar.cli.inputs import NEW, DataRequest, Source
     from errbar.cli.output import require_format, require_new
-    from errbar.cli.posteriors import notice_if_uncalibrated, posterior_requests
+    from errbar.cli.posteriors import notice_if_uncalibrated, posterior_requests, same_classes
     from errbar.cli.predictions import PredictionColumns, thresholds_of, tracked_batches, write_predictions
     from errbar.cli.session import session
 
@@ -60,7 +57,7 @@ def fuse(
         thresholds = thresholds_of(risk)
         _require_count(len(posterior), frames, joint)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
-        classes = _same_classes(loaded, posterior)
+        classes = same_classes(loaded, posterior)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
         source = data_request.open(NEW, classes, labelled=False)
 
@@ -75,7 +72,7 @@ def fuse(
                 else:
                     fused = errbar.Track(loaded[0].posterior).add(batch).logits
                 yield fused.predict(samples, seed)
-            notice_if_uncalibrated(here, *loaded)
+            notice_if_uncalibrated(here, *(member.posterior for member in loaded))
 
         # An object of several frames has a number of its own; inputs keep their names.
         objects = source if frames is None else Source(source.where, None, frames)
@@ -90,16 +87,6 @@ def _require_count(posteriors: int, frames: int | None, joint: bool) -> None:
         raise ArgumentError("There is one --posterior; expected two or more to fuse, or --frames for one classifier.")
     if frames is not None and posteriors != 1:
         raise ArgumentError(f"There are {posteriors} posteriors; expected one --posterior with --frames.")
-
-
-def _same_classes(loaded: Sequence[Loaded], paths: Sequence[Path]) -> tuple[str, ...] | None:
-    names = {member.classes: path for member, path in zip(loaded, paths, strict=True) if member.classes is not None}
-    if len(names) > 1:
-        first, second = list(names.values())[:2]
-        raise MismatchError(
-            f"{first} and {second} name other classes, or in another order; expected the same classes to fuse."
-        )
-    return next(iter(names), None)
 
 
 def _require_frames(batch: Batch, frames: int) -> None:

@@ -26,6 +26,7 @@ COMMANDS = (
     "autofit",
     "fit",
     "calibrate",
+    "calibrate_fusion",
     "predict",
     "evaluate",
     "fuse",

@@ -53,12 +53,36 @@ PosteriorArgument = Annotated[
     Path, typer.Argument(metavar="POSTERIOR", help="A file of errbar fit, calibrate, update, forget or merge.")
 ]
 
+ClassifierArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="POSTERIOR", help="A file of errbar fit, calibrate, update, forget, merge or calibrate-fusion."
+    ),
+]
+Posteriors = Annotated[
+    list[Path], typer.Option("--posterior", "-p", metavar="FILE", help="A classifier; repeat it for each.")
+]
+
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A file that errbar has written.")]
 
 Model = Annotated[str, typer.Option("--model", metavar=_CALLABLE, help="Returns the model of the fit.")]
 Weights = Annotated[
     Path | None,
     typer.Option("--weights", metavar="FILE", help="Its weights: .safetensors, or a state dict as .pt, .pth or .th."),
+]
+NetworkModels = Annotated[
+    list[str],
+    typer.Option(
+        "--model", metavar=_CALLABLE, help="Returns the model of the fit; one for each network that is fused."
+    ),
+]
+NetworkWeights = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--weights",
+        metavar="FILE",
+        help="Its weights: .safetensors, or a state dict as .pt, .pth or .th; one for each network that is fused.",
+    ),
 ]
 Models = Annotated[
     list[str] | None,

@@ -18,7 +18,7 @@ from errbar.cli.models import model_of
 from errbar.cli.options import DEFAULT_PRIOR
 from errbar.cli.output import require_new
 from errbar.cli.session import Session
-from errbar.errors import ArgumentError, MismatchError
+from errbar.errors import ArgumentError, FileError, MismatchError
 
 # Inputs by which update and forget tell how much the error bars changed.
 COMPARED = 256
@@ -45,7 +45,13 @@ class PosteriorRequest:
     weights: Path | None = None
 
     def load(self, device: torch.device) -> Loaded:
-        classes = errbar.info(self.path).classes
+        description = errbar.info(self.path)
+        if isinstance(description, errbar.FusionDescription):
+            raise FileError(
+                f"{self.path} holds a fused classifier of {len(description.networks)} networks; expected a posterior "
+                "of one. errbar predict, evaluate, export and serve take it."
+            )
+        classes = description.classes
         try:
             posterior = errbar.load(self.path, model_of(self.model, self.weights, device))
         except MismatchError as error:
@@ -55,10 +61,95 @@ class PosteriorRequest:
         return Loaded(posterior, classes)
 
 
-def notice_if_uncalibrated(here: Session, *all_loaded: Loaded) -> None:
+@dataclass(frozen=True, eq=False)
+class LoadedClassifier:
+    """A posterior or a fused classifier from a file, and the names of its classes where the file has them."""
+
+    classifier: errbar.Posterior | errbar.FusedClassifier
+    classes: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ClassifierRequest:
+    """A file of one network or of several that are fused, with the models as they were typed, and perhaps weights."""
+
+    path: Path
+    models: tuple[str, ...]
+    weights: tuple[Path, ...] = ()
+
+    def load(self, device: torch.device) -> LoadedClassifier:
+        description = errbar.info(self.path)
+        count = networks_of(description)
+        if len(self.models) not in (1, count) or len(self.weights) not in (0, count):
+            what = "is about one network" if count == 1 else f"holds a fused classifier of {count} networks"
+            each = (
+                "one --model"
+                if count == 1
+                else f"{count} --model in the order in which they were fused, or one for all"
+            )
+            raise ArgumentError(
+                f"{self.path} {what}, and there are {len(self.models)} models and {len(self.weights)} weights; "
+                f"expected {each}, and as many --weights or none."
+            )
+        models = self.models * count if len(self.models) == 1 else self.models
+        weights: Sequence[Path | None] = self.weights or [None] * count
+        if count == 1:
+            loaded = PosteriorRequest(self.path, models[0], weights[0]).load(device)
+            return LoadedClassifier(loaded.posterior, loaded.classes)
+        made = [model_of(model, own, device) for model, own in zip(models, weights, strict=True)]
+        try:
+            fused = errbar.load(self.path, made)
+        except MismatchError as error:
+            hint = "" if self.weights else " Give the weights of each with --weights."
+            raise MismatchError(f"{error} The file is {self.path}.{hint}", arguments=error.arguments) from error
+        return LoadedClassifier(fused, description.classes)
+
+
+def networks_of(description: errbar.FileDescription | errbar.FusionDescription) -> int:
+    """How many networks a file is about."""
+    return len(description.networks) if isinstance(description, errbar.FusionDescription) else 1
+
+
+def notice_if_uncalibrated(here: Session, *classifiers: errbar.Posterior | errbar.FusedClassifier) -> None:
     """Say so beside the answer: nothing else shows it."""
-    if any(not loaded.posterior.is_calibrated for loaded in all_loaded):
+    if any(isinstance(one, errbar.Posterior) and not one.is_calibrated for one in classifiers):
         here.notice(f"{UNCALIBRATED} errbar calibrate fits both to held-out data.")
+
+
+def same_classes(loaded: Sequence[Loaded], paths: Sequence[Path]) -> tuple[str, ...] | None:
+    """The names of the classes, where any file has them; those that have must agree."""
+    names = {member.classes: path for member, path in zip(loaded, paths, strict=True) if member.classes is not None}
+    if len(names) > 1:
+        first, second = list(names.values())[:2]
+        raise MismatchError(
+            f"{first} and {second} name other classes, or in another order; expected the same classes to fuse."
+        )
+    return next(iter(names), None)
+
+
+def classifier_requests(
+    paths: Sequence[Path], models: Sequence[str], weights: Sequence[Path]
+) -> tuple[ClassifierRequest, ...]:
+    """Files with the models and weights of their networks, by the order in which they were typed."""
+    counts = [networks_of(errbar.info(path)) for path in paths]
+    total = sum(counts)
+    if total == len(paths):
+        requests = posterior_requests(paths, models, weights)
+        return tuple(
+            ClassifierRequest(one.path, (one.model,), () if one.weights is None else (one.weights,)) for one in requests
+        )
+    if len(models) not in (1, total) or len(weights) not in (0, total):
+        raise ArgumentError(
+            f"There are {len(paths)} files of {total} networks together, {len(models)} models and {len(weights)} "
+            "weights; expected one --model for all or for each network, and --weights for each or for none."
+        )
+    requests_made, start = [], 0
+    for path, count in zip(paths, counts, strict=True):
+        own = slice(start, start + count)
+        each = tuple(models) if len(models) == 1 else tuple(models[own])
+        requests_made.append(ClassifierRequest(path, each, tuple(weights[own])))
+        start += count
+    return tuple(requests_made)
 
 
 def posterior_requests(

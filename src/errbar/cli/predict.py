@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
     from errbar._distributed.order import Columns, Place
     from errbar.cli.inputs import Source
-    from errbar.cli.posteriors import Loaded
+    from errbar.cli.posteriors import LoadedClassifier
 
 
 def predict(
-    posterior: options.PosteriorArgument,
+    posterior: options.ClassifierArgument,
     data: options.DataArgument,
-    model: options.Model,
+    model: options.NetworkModels,
     output: options.Results,
-    weights: options.Weights = None,
+    weights: options.NetworkWeights = None,
     risk: options.Risk = None,
     covariance: options.Covariance = False,
     samples: options.Samples = 1000,
@@ -37,29 +37,29 @@ def predict(
     from errbar._distributed.order import share_of, used_in_order
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
-    from errbar.cli.posteriors import PosteriorRequest, notice_if_uncalibrated
+    from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
     from errbar.cli.predictions import PredictionColumns, thresholds_of, written
     from errbar.cli.session import session
 
     with session("predict", as_json=as_json, progress=progress, device=device, ranks=True) as here:
 
-        def prepared() -> tuple[dict[str, float | Tensor], Loaded, Source]:
+        def prepared() -> tuple[dict[str, float | Tensor], LoadedClassifier, Source]:
             if here.team.leads:
                 require_new(output, force)
                 require_format(output)
             thresholds = thresholds_of(risk)
-            loaded = PosteriorRequest(posterior, model, weights).load(here.device)
+            loaded = ClassifierRequest(posterior, tuple(model), tuple(weights or ())).load(here.device)
             request = DataRequest(data, batch_size, transform, image_size)
             return thresholds, loaded, request.open(NEW, loaded.classes, labelled=False)
 
         thresholds, loaded, source = here.together(prepared)
-        loaded.posterior.require_ready(here.team)
+        loaded.classifier.require_ready(here.team)
         columns = PredictionColumns(loaded.classes, thresholds, covariance)
         share = share_of(here.together(source.loader), here.team, title="Predicting", progress=here.progress)
 
         def results() -> Generator[tuple[Place, Columns], None, None]:
             for placed in share.stream:
-                prediction = loaded.posterior.predict(placed.batch, samples, seed)
+                prediction = loaded.classifier.predict(placed.batch, samples, seed)
                 names = None if placed.first is None else source.names(placed.first, len(prediction))
                 yield placed.place, columns.of(prediction, names)
 
@@ -67,5 +67,5 @@ def predict(
             lambda rows: written(output, rows, source, loaded.classes), results(), share, here.team, output.parent
         )
         if facts is not None:
-            notice_if_uncalibrated(here, loaded)
+            notice_if_uncalibrated(here, loaded.classifier)
             here.answer(facts)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import errbar
 from errbar.cli import options
 from errbar.errors import ArgumentError, FileError
 
@@ -156,10 +157,10 @@ def _files(
     reference: str | None,
 ) -> Service:
     from errbar.cli.inputs import TRAINING, DataRequest
-    from errbar.cli.posteriors import posterior_requests
+    from errbar.cli.posteriors import classifier_requests
     from errbar.serve.service import Service, served
 
-    requests = posterior_requests(posteriors, models, weights)
+    requests = classifier_requests(posteriors, models, weights)
     size = None if shape is None else _shape(shape)
     members: list[Served] = []
     for number, request in enumerate(requests, start=1):
@@ -168,11 +169,17 @@ def _files(
         if reference is not None:
             data = DataRequest(reference, 256).open(TRAINING, loaded.classes, labelled=True).loader()
         path = request.path
-        about = f"{path.name}, a posterior of {loaded.posterior.information.n_samples:g} training inputs."
+        about = f"{path.name}, {_described(loaded.classifier)}."
         name = path.stem if all(path.stem != member.name for member in members) else f"{path.stem}-{number}"
-        member = served(name, loaded.posterior, classes=loaded.classes, shape=size, reference=data, about=about)
+        member = served(name, loaded.classifier, classes=loaded.classes, shape=size, reference=data, about=about)
         members.append(member)
     return Service(tuple(members))
+
+
+def _described(classifier: errbar.Posterior | errbar.FusedClassifier) -> str:
+    if isinstance(classifier, errbar.Posterior):
+        return f"a posterior of {classifier.information.n_samples:g} training inputs"
+    return f"{len(classifier)} networks fused"
 
 
 def _shape(text: str) -> tuple[int, ...]:

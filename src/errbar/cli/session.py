@@ -30,7 +30,7 @@ from errbar.cli.models import device_of
 from errbar.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from errbar import FileDescription
+    from errbar import FileDescription, FusionDescription
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ def session(
         if not team.is_alone and not ranks:
             raise ArgumentError(
                 f"errbar {command} was started {team.size} times by torchrun; expected one process. fit, calibrate, "
-                "predict, evaluate, outliers, update and forget share their work, this does not."
+                "calibrate-fusion, predict, evaluate, outliers, update and forget share their work, this does not."
             )
         here = Session(command, as_json, progress and not as_json, where, team, out)
         # Warnings of the library are for the user, deprecations in what it depends on are not.
@@ -125,16 +125,22 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
     return lines
 
 
-def file_lines(description: FileDescription) -> str:
-    """One line for each thing that a file says about itself."""
+def file_lines(description: FileDescription | FusionDescription) -> str:
+    """One line for each thing that a file says about itself; of a fusion also for each network."""
     lines = []
     for name, value in asdict(description).items():
-        text: Any = ", ".join(value) if name == "parameters" or isinstance(value, tuple) else value
+        if name == "networks":
+            continue
+        text: Any = ", ".join(map(str, value)) if name == "parameters" or isinstance(value, tuple) else value
         text = described_structure(value) if name == "structure" else text
         if name == "choice" and value is not None:
             text = value["reason"]
         if value is not None:
             lines.append(f"{name.replace('_', ' '):<17} {text}")
+    for c, network in enumerate(getattr(description, "networks", ())):
+        structure = described_structure(network.structure)
+        about = f"{network.n_parameters:,} parameters, {structure}, {network.fisher}, {network.n_samples:g} samples"
+        lines.append(f"{f'network {c}':<17} {about}, weights {network.weights}")
     return "\n".join(lines)
 
 

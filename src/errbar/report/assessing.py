@@ -13,19 +13,21 @@ from errbar._base.progress import track
 from errbar._curvature.mixture import described_structure
 from errbar._files.choice_table import ChoiceTable
 from errbar._model.batch import Unpack, batches, count_batches
+from errbar._operations.fused import FusedClassifier
 from errbar._posterior.posterior import Posterior, require_posterior
-from errbar._posterior.pushing import pushed_draws
 from errbar.errors import ArgumentError, ErrbarError
 from errbar.report import checking, scoring
 from errbar.report.examples import examples
 from errbar.report.numbers import count
 from errbar.report.observing import (
     NETWORK,
+    Classifier,
     Doubts,
     Fingerprint,
     Leaders,
     Observation,
     Spread,
+    draws_of,
     gaussian_and_label,
     input_of,
     observe,
@@ -41,7 +43,7 @@ _CURVE_INPUTS, _LEAST_CURVE_INPUTS, _CURVE_LOGITS, _CURVE_NUMBERS = 1000, 200, 1
 
 
 def assess(
-    posterior: Posterior,
+    posterior: Classifier,
     data: Any,
     *,
     outliers: Any = None,
@@ -61,7 +63,8 @@ def assess(
     """Everything that a report says about `posterior` on labelled `data`.
 
     Args:
-        posterior: with its T, T_c and c; the report compares it with none of them, and with the network alone.
+        posterior: with its T, T_c and c; the report compares it with none of them, and with the network alone. Or a
+            `FusedClassifier`, whose network alone is the fused mean of the logits; T_c of the page is then its q.
         data: held-out batches with labels, used neither for the fit nor for the calibration.
         outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
@@ -74,13 +77,14 @@ def assess(
         outliers_name: the name to show for the second set.
         subject: what the report is about, shown at the top of the page.
         provenance: further facts, about files and commands, say.
-        choice: the table of `autofit`, if that chose the posterior: `errbar.info(path).choice`.
+        choice: the table of `autofit` or of `calibrate_fusion`, if that made it: `errbar.info(path).choice`.
         unpack: as in `fit`; by default that of the fit.
         progress: show a progress bar.
     """
-    require_posterior(posterior)
-    size = posterior.information.n_classes
-    samples = pushed_draws(posterior.information.task, samples)
+    if not isinstance(posterior, FusedClassifier):
+        require_posterior(posterior)
+    size = _first(posterior).information.n_classes
+    samples = draws_of(posterior, samples)
     names = _names(classes, size)
     doubts, fingerprint = Doubts(), Fingerprint()
     uncertain, wrong = Leaders(_EXAMPLES, wrong=False), Leaders(_EXAMPLES, wrong=True)
@@ -93,7 +97,11 @@ def assess(
 
     missing: list[str] = []
     curves = _curves(posterior, spread, seed, missing)
-    check = _linearisation(posterior, check_inputs, samples, seed, missing)
+    check = None
+    if isinstance(posterior, FusedClassifier):
+        missing.append("The linearisation was not checked: it is that of each network, and in the report of its own.")
+    else:
+        check = _linearisation(posterior, check_inputs, samples, seed, missing)
     comparison = None
     if outliers is not None:
         others = track(batches(outliers, unpack), "Second set", total=count_batches(outliers), enabled=progress)
@@ -141,8 +149,13 @@ def _curve_inputs(classes: int) -> int:
     return target if target * classes**2 <= _CURVE_NUMBERS else 0
 
 
-def _curves(posterior: Posterior, spread: Spread[Any], seed: int, missing: list[str]) -> ScaleCurves | None:
-    classes = posterior.information.n_classes
+def _first(classifier: Classifier) -> Posterior:
+    """The posterior itself, or the first of those that are fused."""
+    return classifier.posteriors[0] if isinstance(classifier, FusedClassifier) else classifier
+
+
+def _curves(posterior: Classifier, spread: Spread[Any], seed: int, missing: list[str]) -> ScaleCurves | None:
+    classes = _first(posterior).information.n_classes
     if not _curve_inputs(classes):
         missing.append(f"The curves over T and T_c are omitted: {count(classes)} classes would take too much memory.")
         return None
@@ -167,13 +180,29 @@ def _linearisation(
 
 
 def _facts(
-    posterior: Posterior, observation: Observation, fingerprint: Fingerprint, samples: int, seed: int
+    posterior: Classifier, observation: Observation, fingerprint: Fingerprint, samples: int, seed: int
 ) -> list[Facts]:
     """How the report was made, and from what; nothing about the person, nor about the machine except its kind."""
+    shape = "×".join(map(str, fingerprint.shape or ()))
+    fits = [Facts("Posterior", _fit_facts(posterior))] if isinstance(posterior, Posterior) else _fusion_facts(posterior)
+    data = (
+        ("inputs", f"{count(len(observation.labels))} of shape {shape or 'one number'}"),
+        ("inputs and labels (SHA-256)", fingerprint.digest()),
+        ("Monte Carlo", f"{samples} draws per input, seed {seed}"),
+    )
+    versions = (
+        ("errbar", __version__),
+        ("torch, numpy", f"{torch.__version__}, {numpy.__version__}"),
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("device", str(_first(posterior).information.network.device)),
+    )
+    return [*fits, Facts("Data", data), Facts("Versions", versions)]
+
+
+def _fit_facts(posterior: Posterior) -> tuple[tuple[str, str], ...]:
     information = posterior.information
     precision = posterior.prior.precision
-    shape = "×".join(map(str, fingerprint.shape or ()))
-    fit = (
+    return (
         (
             "parameters",
             f"{count(information.n_parameters)}: {', '.join(information.parameter_names[:6])}"
@@ -185,15 +214,14 @@ def _facts(
         ("T, T_c, c", ", ".join(f"{number:.6g}" for number in vars(posterior.calibration).values())),
         ("weights (SHA-256)", information.network.fingerprint),
     )
-    data = (
-        ("inputs", f"{count(len(observation.labels))} of shape {shape or 'one number'}"),
-        ("inputs and labels (SHA-256)", fingerprint.digest()),
-        ("Monte Carlo", f"{samples} draws per input, seed {seed}"),
+
+
+def _fusion_facts(fused: FusedClassifier) -> list[Facts]:
+    """The numbers of the fusion, and each of its posteriors."""
+    numbers = (
+        ("scales a", ", ".join(f"{a:.6g}" for a in fused.scales)),
+        ("discrepancies s", ", ".join(f"{s:.6g}" for s in fused.discrepancies)),
+        ("T, q", f"{fused.temperature:.6g}, {fused.covariance_scale:.6g}"),
     )
-    versions = (
-        ("errbar", __version__),
-        ("torch, numpy", f"{torch.__version__}, {numpy.__version__}"),
-        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("device", str(information.network.device)),
-    )
-    return [Facts("Posterior", fit), Facts("Data", data), Facts("Versions", versions)]
+    each = [Facts(f"Posterior {c}", _fit_facts(posterior)) for c, posterior in enumerate(fused.posteriors)]
+    return [Facts("Fusion", numbers), *each]

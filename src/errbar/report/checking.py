@@ -12,8 +12,8 @@ from torch import Tensor
 from errbar import metrics
 from errbar._model.batch import Batch, joined
 from errbar._posterior.posterior import Posterior
-from errbar._posterior.pushing import pushed_draws
 from errbar.errors import DataError
+from errbar.report.observing import Classifier, draws_of, plain_logits
 from errbar.report.resampling import area
 from errbar.report.values import Curve, Estimate, Linearisation, OutlierRow, Outliers
 
@@ -61,13 +61,12 @@ def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, sam
     )
 
 
-def scores_of(posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:
+def scores_of(posterior: Classifier, stream: Iterable[Batch], samples: int, seed: int) -> dict[str, Float[Tensor, "K"]]:
     """The outlier scores of each input; higher is more unusual. Labels are ignored."""
-    plain = posterior.uncalibrated()
-    samples = pushed_draws(posterior.information.task, samples)
+    samples = draws_of(posterior, samples)
     columns: dict[str, list[Tensor]] = {}
     for batch in stream:
-        gaussian = plain.sampling_logits(batch, samples, seed)
+        gaussian = plain_logits(posterior, batch, samples, seed)
         calibrated = gaussian.calibrated(posterior.calibration)
         prediction = calibrated.predict(samples, seed)
         scores = score_columns(

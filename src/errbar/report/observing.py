@@ -15,13 +15,36 @@ from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._model.batch import Batch, checked_labels
+from errbar._operations.fused import FusedClassifier
 from errbar._posterior.posterior import Posterior
 from errbar._posterior.pushing import pushed_draws
 from errbar.errors import DataError
 
+Classifier = Posterior | FusedClassifier
 Item = TypeVar("Item")
 
 NETWORK, BEFORE, AFTER = "network", "before_calibration", "after_calibration"
+
+
+def draws_of(classifier: Classifier, samples: int) -> int:
+    """How many draws are taken where so many are asked for."""
+    if isinstance(classifier, FusedClassifier):
+        return samples
+    return pushed_draws(classifier.information.task, samples)
+
+
+def plain_logits(classifier: Classifier, batch: Batch, samples: int, seed: int) -> LogitGaussian:
+    """The logits without T and T_c, or without T and q; where q is zero, P says nothing and is zero too."""
+    if isinstance(classifier, FusedClassifier):
+        return classifier.plain_logits(batch) if classifier.covariance_scale else classifier.unrounded_logits(batch)
+    return classifier.uncalibrated().sampling_logits(batch, samples, seed)
+
+
+def before_calibration(classifier: Classifier) -> Calibration:
+    """What is not counted as calibration: of a fused classifier q, which belongs to its discrepancies."""
+    if isinstance(classifier, FusedClassifier):
+        return Calibration(covariance_scale=classifier.covariance_scale)
+    return Calibration()
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +82,26 @@ class Observation:
 
 
 def observe(
-    posterior: Posterior, stream: Iterable[Batch], samples: int, seed: int, watchers: Sequence[Watcher] = ()
+    posterior: Classifier, stream: Iterable[Batch], samples: int, seed: int, watchers: Sequence[Watcher] = ()
 ) -> Observation:
-    """PMFs of the network alone, with error bars, and calibrated if the posterior is; and the labels."""
-    plain, calibration = posterior.uncalibrated(), posterior.calibration
-    samples = pushed_draws(posterior.information.task, samples)
+    """PMFs of the network alone, with error bars, and calibrated if the posterior is; and the labels.
+
+    The network of a fused classifier is its ĝ, the fused mean of the logits; its error bars before the calibration are
+    those of N(ĝ, qP), without T.
+    """
+    before, calibration = before_calibration(posterior), posterior.calibration
+    samples = draws_of(posterior, samples)
     columns: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     start = 0
     for batch in stream:
-        gaussian = plain.sampling_logits(batch, samples, seed)
+        gaussian = plain_logits(posterior, batch, samples, seed)
         size, classes = gaussian.mean.shape
         labels.append(checked_labels(batch.labels, size=size, classes=classes, device=torch.device("cpu")))
-        prediction = gaussian.predict(samples, seed)
-        calibrated = gaussian
+        calibrated = gaussian if before == Calibration() else gaussian.calibrated(before)
+        prediction = calibrated.predict(samples, seed)
         pmfs = {NETWORK: torch.softmax(gaussian.mean, 1), BEFORE: prediction.pmf}
-        if calibration != Calibration():
+        if calibration != before:
             calibrated = gaussian.calibrated(calibration)
             prediction = calibrated.predict(samples, seed)
             pmfs[AFTER] = prediction.pmf

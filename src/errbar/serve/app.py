@@ -275,14 +275,12 @@ def _options(body: Any, thresholds: Any, include: frozenset[str] = frozenset()) 
 
 
 def _about(body: Any, served: Served) -> dict[str, Any]:
-    posterior = served.posterior.with_calibration(
-        temperature=body.temperature, covariance_scale=body.covariance_scale, softening=body.softening
-    )
+    calibration = served.calibration(body.temperature, body.covariance_scale, body.softening)
     return {
         "posterior": served.name,
         "samples": body.samples,
         "seed": body.seed,
-        **vars(posterior.calibration),
+        **vars(calibration),
     }
 
 
@@ -314,7 +312,7 @@ def _require_same_classes(members: Sequence[Served]) -> None:
 
 def _description(service: Service, limits: Limits) -> dict[str, Any]:
     served = service.first
-    information = served.posterior.information
+    each = [posterior.information for posterior in served.posteriors]
     rule, reference = served.pictures, served.reference
     spread = None
     if reference is not None:
@@ -328,17 +326,24 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "input_shape": None if served.shape is None else list(served.shape),
         "pictures": None if rule is None else rule.sentence,
         "digits": rule is not None and rule.digit,
-        "parameters": information.n_parameters,
-        "layers": list(dict.fromkeys(name.rpartition(".")[0] or name for name in information.parameter_names)),
-        "structure": information.structure,
-        "fisher": information.fisher,
-        "samples": information.n_samples,
+        "networks": len(each),
+        "parameters": sum(information.n_parameters for information in each),
+        "layers": _layers(each),
+        "structure": ", ".join(dict.fromkeys(information.structure for information in each)),
+        "fisher": ", ".join(dict.fromkeys(information.fisher for information in each)),
+        "samples": max(information.n_samples for information in each),
         **vars(served.posterior.calibration),
         "calibrated": served.posterior.is_calibrated,
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
         "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},
     }
+
+
+def _layers(each: Sequence[errbar.Information]) -> list[str]:
+    """The layers that have parameters in a posterior; of several networks with the number of the network before it."""
+    layers = [dict.fromkeys(name.rpartition(".")[0] or name for name in one.parameter_names) for one in each]
+    return [*layers[0]] if len(layers) == 1 else [f"{c}.{name}" for c, own in enumerate(layers) for name in own]
 
 
 def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:

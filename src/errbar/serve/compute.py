@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import errbar
+from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import GivenSampler
-from errbar._posterior.pushing import keeps_draws
 from errbar.errors import ArgumentError
 from errbar.serve.service import Served
 
@@ -113,11 +113,10 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
     for options, places in kinds.items():
         x = torch.cat([works[place].x for place in places])
         if _draws_parameters(served, options):
-            plain = served.plain.drawn_logits(x, options.samples, options.seed)
+            plain = served.drawn_logits(x, options.samples, options.seed)
         else:
             plain = LogitGaussian.concatenated([logits[place] for place in places])
-        posterior = _calibrated(served, options)
-        result = _result(plain.calibrated(posterior.calibration), options)
+        result = _result(plain.calibrated(_calibration(served, options)), options)
         scores = served.outlier_scores(x, plain) if "outlier" in options.include else None
         descriptions = iter(result.described(served.classes, options, served, scores))
         for place in places:
@@ -127,14 +126,14 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
 
 def _draws_parameters(served: Served, options: AnswerOptions) -> bool:
     """Whether `predict` would draw parameters for as many samples, and the request does not ask for P^g itself."""
-    return "logits" not in options.include and keeps_draws(served.posterior.information.task, options.samples)
+    return "logits" not in options.include and served.draws_parameters(options.samples)
 
 
 def _logits(served: Served, works: Sequence[Predict], places: Sequence[int]) -> dict[int, LogitGaussian]:
     """The logits of some of the works without T and T_c, by one run of the network."""
     if not places:
         return {}
-    together = served.plain.unrounded_logits(torch.cat([works[place].x for place in places]))
+    together = served.plain_logits(torch.cat([works[place].x for place in places]))
     parts, start = {}, 0
     for place in places:
         parts[place] = together[start : start + len(works[place].x)]
@@ -236,10 +235,8 @@ def _result(gaussian: LogitGaussian, options: AnswerOptions) -> Result:
     return Result(gaussian, with_stored_samples(gaussian.predict(options.samples, options.seed)))
 
 
-def _calibrated(served: Served, options: AnswerOptions) -> errbar.Posterior:
-    return served.posterior.with_calibration(
-        temperature=options.temperature, covariance_scale=options.covariance_scale, softening=options.softening
-    )
+def _calibration(served: Served, options: AnswerOptions) -> Calibration:
+    return served.calibration(options.temperature, options.covariance_scale, options.softening)
 
 
 def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
@@ -251,7 +248,10 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
         fused = _result(together, options).described(classes, options)[0]
         return {"fused": fused, "single": single, "independent": None, "rank": None}
     classes = work.served.classes
-    posterior = _calibrated(work.served, options)
+    calibration = _calibration(work.served, options)
+    if isinstance(work.served.posterior, errbar.FusedClassifier):
+        return _fused_frames(work, calibration)
+    posterior = work.served.posterior.with_calibration(**vars(calibration))
     each = posterior.unrounded_logits(work.x)
     if not work.joint:
         together = errbar.Track(posterior).add(each).logits
@@ -272,9 +272,29 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
     }
 
 
+def _fused_frames(work: FuseFrames, calibration: Calibration) -> dict[str, Any]:
+    """Frames that several networks saw, weighted by their precisions as a track does it."""
+    if work.joint:
+        raise ArgumentError(
+            "The posterior is a fused classifier, whose networks have no covariance between frames in common; expected "
+            "joint=false, which weights the frames by their precisions."
+        )
+    options, classes = work.options, work.served.classes
+    each = work.served.plain_logits(work.x).calibrated(calibration)
+    together = errbar.fuse([each[frame : frame + 1] for frame in range(len(work.x))])
+    return {
+        "fused": _result(together, options).described(classes, options)[0],
+        "single": _result(each, options).described(classes, options),
+        "independent": None,
+        "rank": None,
+    }
+
+
 def _fused_posteriors(work: FusePosteriors) -> Answer:
     options, classes = work.options, work.members[0].classes
-    gaussians = [_calibrated(member, options).logits(work.x) for member in work.members]
+    gaussians = [
+        member.plain_logits(work.x).calibrated(_calibration(member, options)).rounded() for member in work.members
+    ]
     fused = _result(errbar.fuse(gaussians), options).described(classes, options)
     single = [_result(gaussian, options).described(classes, options) for gaussian in gaussians]
     return [

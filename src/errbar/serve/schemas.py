@@ -180,11 +180,14 @@ class ModelAnswer(BaseModel):
     input_shape: list[int] | None
     pictures: str | None = Field(description="How pictures are prepared; null if the model takes none.")
     digits: bool
+    networks: int = Field(description="How many are fused; 1 for a posterior.")
     parameters: int
     layers: list[str]
     structure: str
     fisher: str
-    samples: float = Field(description="Number of training inputs whose information the posterior holds.")
+    samples: float = Field(
+        description="Number of training inputs whose information the posterior holds; of several, the most."
+    )
     temperature: float
     covariance_scale: float
     softening: float

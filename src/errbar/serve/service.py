@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import errbar
-from errbar._curvature.task import Task
+from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.batch import batches
@@ -24,16 +24,19 @@ from errbar.serve.pictures import PictureRule, rule_for
 REFERENCE_INPUTS = 2000
 _SCORE_SAMPLES = 1000
 
+Classifier = errbar.Posterior | errbar.FusedClassifier
+
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """One posterior. `shape` is that of one input, None if unknown; `integers` is for models that take tokens.
+    """One posterior, or several networks fused as one.
 
-    `reference` are sorted outlier scores of training inputs; `examples` are inputs with their labels, for the page.
+    `shape` is that of one input, None if unknown; `integers` is for models that take tokens. `reference` are sorted
+    outlier scores of training inputs; `examples` are inputs with their labels, for the page.
     """
 
     name: str
-    posterior: errbar.Posterior
+    posterior: Classifier
     classes: tuple[str, ...]
     shape: tuple[int, ...] | None
     pictures: PictureRule | None = None
@@ -43,9 +46,42 @@ class Served:
     about: str = ""
 
     @cached_property
-    def plain(self) -> errbar.Posterior:
-        """Without calibration, which a request may choose."""
-        return self.posterior.uncalibrated()
+    def posteriors(self) -> tuple[errbar.Posterior, ...]:
+        """That of each network."""
+        return (self.posterior,) if isinstance(self.posterior, errbar.Posterior) else self.posterior.posteriors
+
+    @cached_property
+    def _plain(self) -> Classifier:
+        return self.posterior.uncalibrated() if isinstance(self.posterior, errbar.Posterior) else self.posterior
+
+    def plain_logits(self, x: Any) -> LogitGaussian:
+        """The logits without calibration, which a request may choose."""
+        plain = self._plain
+        return plain.unrounded_logits(x) if isinstance(plain, errbar.Posterior) else plain.plain_logits(x)
+
+    def drawn_logits(self, x: Any, samples: int, seed: int = 0) -> LogitGaussian:
+        """The same by draws, where the parameters are drawn for so many samples, and else as they are."""
+        plain = self._plain
+        if not isinstance(plain, errbar.Posterior) or not self.draws_parameters(samples):
+            return self.plain_logits(x)
+        return plain.drawn_logits(x, samples, seed)
+
+    def draws_parameters(self, samples: int) -> bool:
+        """Whether `predict` would draw parameters for as many samples."""
+        return isinstance(self.posterior, errbar.Posterior) and keeps_draws(self.posterior.information.task, samples)
+
+    def calibration(
+        self, temperature: float | None, covariance_scale: float | None, softening: float | None
+    ) -> Calibration:
+        """The calibration with what a request chooses; where that is None, the posterior's own."""
+        if isinstance(self.posterior, errbar.Posterior):
+            return self.posterior.with_calibration(
+                temperature=temperature, covariance_scale=covariance_scale, softening=softening
+            ).calibration
+        if softening:
+            raise ArgumentError(f"softening is {softening:g}; a fused classifier has none: expected 0, or none at all.")
+        scales = {"temperature": temperature, "covariance_scale": covariance_scale}
+        return self.posterior.with_calibration(**scales).calibration
 
     def tensor(self, values: Any) -> Tensor:
         """Inputs from nested lists of numbers, which must not be ragged."""
@@ -67,9 +103,15 @@ class Served:
 
         `plain` are their logits as the request needs them; other draws than those of the scores are not used.
         """
-        if isinstance(plain.form, DrawnCovariance) or keeps_draws(*_scoring(self.posterior)):
-            plain = self.plain.sampling_logits(x, _scoring(self.posterior)[1])
-        return _mutual_information(self.posterior, plain)
+        samples = _score_samples(self)
+        if isinstance(plain.form, DrawnCovariance) or self.draws_parameters(samples):
+            plain = self.drawn_logits(x, samples)
+        return self.mutual_information(plain)
+
+    def mutual_information(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
+        """From the logits without calibration, at the posterior's own."""
+        calibrated = plain.calibrated(self.posterior.calibration)
+        return calibrated.predict(_score_samples(self)).mutual_information.double()
 
     def outlier(self, score: float) -> dict[str, float | int] | None:
         """How unusual a mutual information is among those of training inputs."""
@@ -111,7 +153,7 @@ class Service:
 
 def served(
     name: str,
-    posterior: errbar.Posterior,
+    posterior: Classifier,
     *,
     classes: Sequence[str] | None = None,
     shape: tuple[int, ...] | None = None,
@@ -119,10 +161,11 @@ def served(
     about: str = "",
 ) -> Served:
     """A posterior ready to serve; `reference` are batches of its training data, of which only a part is read."""
-    count = posterior.information.n_classes
+    network = posterior if isinstance(posterior, errbar.Posterior) else posterior.posteriors[0]
+    count = network.information.n_classes
     names = tuple(str(number) for number in range(count)) if classes is None else tuple(classes)
     scores, examples = (None, ()) if reference is None else reference_scores(posterior, reference, names)
-    first = _first_layer(posterior.model)
+    first = _first_layer(network.model)
     if shape is None and examples:
         shape = tuple(examples[0][0].shape)
     if shape is None and isinstance(first, nn.Linear):
@@ -132,15 +175,16 @@ def served(
 
 
 def reference_scores(
-    posterior: errbar.Posterior, data: Any, classes: Sequence[str], examples: int = 10
+    posterior: Classifier, data: Any, classes: Sequence[str], examples: int = 10
 ) -> tuple[Float[Tensor, " N"], tuple[tuple[Tensor, str], ...]]:
     """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
-    plain = posterior.uncalibrated()
+    scored = Served("", posterior, tuple(classes), None)
+    samples = _score_samples(scored)
     scores: list[Tensor] = []
     example_pairs: list[tuple[Tensor, str]] = []
     count = 0
     for batch in batches(data, posterior.unpack):
-        scores.append(_mutual_information(posterior, plain.sampling_logits(batch, _scoring(posterior)[1])).cpu())
+        scores.append(scored.mutual_information(scored.drawn_logits(batch, samples)).cpu())
         x = batch.args[0] if batch.args else None
         if isinstance(x, Tensor) and len(example_pairs) < examples:
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
@@ -154,15 +198,11 @@ def reference_scores(
     return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(example_pairs)
 
 
-def _mutual_information(posterior: errbar.Posterior, plain: LogitGaussian) -> Float[Tensor, " B"]:
-    calibrated = plain.calibrated(posterior.calibration)
-    return calibrated.predict(_scoring(posterior)[1]).mutual_information.double()
-
-
-def _scoring(posterior: errbar.Posterior) -> tuple[Task, int]:
-    """The task, and the number of samples of an outlier score."""
-    task = posterior.information.task
-    return task, pushed_draws(task, _SCORE_SAMPLES)
+def _score_samples(served: Served) -> int:
+    """The number of samples of an outlier score."""
+    if isinstance(served.posterior, errbar.Posterior):
+        return pushed_draws(served.posterior.information.task, _SCORE_SAMPLES)
+    return _SCORE_SAMPLES
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:

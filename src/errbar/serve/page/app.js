@@ -272,7 +272,7 @@ async function start() {
   const { model } = state;
   at("about").textContent = model.about;
   at("uncalibrated").hidden = model.calibrated;
-  at("foot").textContent = `errbar ${model.version} · ${model.posterior}: ${model.parameters} parameters of ${model.layers.length} layers, ${model.structure}, ${model.fisher} · information of ${plain(model.samples)} training inputs · T ${plain(model.temperature)}, T_c ${plain(model.covariance_scale)}${model.softening ? `, c ${plain(model.softening)}` : ""}`;
+  at("foot").textContent = `errbar ${model.version} · ${model.posterior}: ${model.networks > 1 ? `${model.networks} networks fused, ` : ""}${model.parameters} parameters of ${model.layers.length} layers, ${model.structure}, ${model.fisher} · information of ${plain(model.samples)} training inputs · T ${plain(model.temperature)}, ${model.networks > 1 ? "q" : "T_c"} ${plain(model.covariance_scale)}${model.softening ? `, c ${plain(model.softening)}` : ""}`;
   at("preparation").textContent = model.pictures || "";
   state.pad = new Pad(at("pad"), at("cursor"), padChanged);
   state.pad.enabled = model.digits;
