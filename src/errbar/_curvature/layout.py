@@ -62,7 +62,8 @@ class Layout:
     linear layers and convolutions whose parameters are theirs alone, with positions counted in the whole flat vector;
     `uses` how often each was used for one sample, and `calls` how often it was called. `norms` are the norm layers
     whose parameters are theirs alone. `seconds` are those of the pass that `events` are from, and `sample_seconds` the
-    least that one sample has taken in any pass, infinite where that is not known.
+    least that one sample has taken in any pass, infinite where that is not known. `inputs` are the numbers that a
+    sample consists of.
     """
 
     network: Network
@@ -76,6 +77,7 @@ class Layout:
     returning: frozenset[str]
     seconds: float
     sample_seconds: float
+    inputs: int = 0
 
     @cached_property
     def _slices(self) -> dict[str, slice]:
@@ -172,6 +174,7 @@ class Layout:
             widest=max((event.outputs for event in self.tail(selection)), default=0),
             names=selection.names,
             alone_names=alone.names,
+            inputs=self.inputs,
         )
 
     def alone(self, selection: Selection) -> Selection:
@@ -305,6 +308,7 @@ def inspect(network: Network, batch: Batch) -> Inspection:
         for name, place in graph.places(ran).items():
             places[name] = max(place, places.get(name, 0))
     layout = _layout(network, observation, _in_order(network.module, ran, used_names, places), sample_seconds)
+    layout = replace(layout, inputs=sum(tensor.numel() for tensor in batch.tensors()) // len(batch))
     idle = tuple(layer.name for layer in ran if not used_names & set(layer.parameters))
     return Inspection(network, batch, layout, idle, ending, tuple(graphs))
 

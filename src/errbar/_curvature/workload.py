@@ -65,7 +65,7 @@ class Workload:
     one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
     the tensors in neither a term nor a norm layer, whose Jacobians are computed one sample at a time. `scores` are the
     labels drawn for each sample, 0 where all classes count. `names` are those of all tensors, `alone_names` of those in
-    `alone`.
+    `alone`. `inputs` are the numbers that a sample consists of.
     """
 
     modules: tuple[tuple[str, int], ...]
@@ -85,6 +85,7 @@ class Workload:
     scores: int = 0
     names: tuple[str, ...] = ()
     alone_names: tuple[str, ...] = ()
+    inputs: int = 0
 
     @property
     def n(self) -> int:

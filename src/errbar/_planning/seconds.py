@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from errbar._base.speed import MachineSpeed
 from errbar._curvature.workload import BACKWARD_PASSES, Cost, Workload
 
+# What Python takes for a batch, apart from all that is computed.
+_BATCH_SECONDS = 1e-3
+# A number of a sample is hashed in the time of so many draws of a class; for what was seen only some of them are.
+_HASHED_DRAWS, _SEEN_NUMBERS = 6, 1024
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -22,11 +27,17 @@ class Seconds:
         """`forward` are the seconds of a forward pass of one sample; `share` of it is differentiated."""
         backward = share * BACKWARD_PASSES * forward
         draws = work.draws * work.classes * speed.draw
+        hashed = min(work.inputs, _SEEN_NUMBERS) + (work.inputs if work.scores else 0)
+        own = _BATCH_SECONDS / work.batch
         return Seconds(
-            sample=forward + cost.seeds[0] * backward + cost.sample_products * speed.product,
+            sample=own
+            + _HASHED_DRAWS * hashed * speed.draw
+            + forward
+            + cost.seeds[0] * backward
+            + cost.sample_products * speed.product,
             factorise=(cost.once_products - cost.first_products) * speed.double,
             first=cost.first_products * speed.double,
-            input=forward + cost.seeds[1] * backward + cost.input_products * speed.product + draws,
+            input=own + forward + cost.seeds[1] * backward + cost.input_products * speed.product + draws,
         )
 
 
