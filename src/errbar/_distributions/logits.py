@@ -203,7 +203,7 @@ class JointLogits:
         return LogitGaussian(self.mean, FullCovariance(blocks.contiguous())).rounded()
 
 
-def _is_form(value: object) -> TypeGuard[Covariance]:
+def _is_form(value: Any) -> TypeGuard[Covariance]:
     return _has_form(type(value))
 
 
