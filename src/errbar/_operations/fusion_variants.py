@@ -17,6 +17,7 @@ say nothing.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -113,33 +114,36 @@ class Numbers:
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class Variant(ABC):
     """A way to fuse: what is fitted, within which bounds, and what it makes of θ. Subclasses say the rest."""
 
     name: str
     networks: int
     absent: int | None = None
 
+    @abstractmethod
     def size(self) -> int:
         """How many numbers are fitted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bounds(self) -> tuple[Float[Tensor, "k"], Float[Tensor, "k"]]:
-        raise NotImplementedError
+        """The least and the largest value of each."""
 
+    @abstractmethod
     def starts(self) -> list[Float[Tensor, "k"]]:
-        raise NotImplementedError
+        """Where searches begin."""
 
     def penalty(self, theta: Float[Tensor, "k"]) -> Tensor:
         """−ln of the prior density, up to a constant."""
         return theta.new_zeros(())
 
+    @abstractmethod
     def fused(self, theta: Float[Tensor, "k"], readings: Readings) -> tuple[Tensor, Tensor | None]:
         """ĝ/T on contrasts, and a root of q P/T², None where it is zero."""
-        raise NotImplementedError
 
+    @abstractmethod
     def numbers(self, theta: Float[Tensor, "k"]) -> Numbers:
-        raise NotImplementedError
+        """What θ means."""
 
     def refitted(self) -> tuple[int, ...]:
         """The places in θ of what is fitted again when a network is left out: T and the width."""
