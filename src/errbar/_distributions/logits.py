@@ -204,7 +204,7 @@ class JointLogits:
 
 
 def _is_form(value: Any) -> TypeGuard[Covariance]:
-    return _has_form(type(value))
+    return _has_form(type(value))  # type: ignore[arg-type]  # a type is hashable
 
 
 @cache

@@ -137,13 +137,13 @@ class Variant(ABC):
         """−ln of the prior density, up to a constant."""
         return theta.new_zeros(())
 
-    @abstractmethod
     def fused(self, theta: Float[Tensor, "k"], readings: Readings) -> tuple[Tensor, Tensor | None]:
         """ĝ/T on contrasts, and a root of q P/T², None where it is zero."""
+        raise TypeError(f"There is no Gaussian of {self.name}.")
 
-    @abstractmethod
     def numbers(self, theta: Float[Tensor, "k"]) -> Numbers:
         """What θ means."""
+        raise TypeError(f"There is no Gaussian of {self.name}.")
 
     def refitted(self) -> tuple[int, ...]:
         """The places in θ of what is fitted again when a network is left out: T and the width."""
