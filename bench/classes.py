@@ -84,7 +84,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=list(SIZES))
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--most", type=int, default=CLASSES[-1], help="leave out what has more classes")
+    parser.add_argument("--classes", type=int, nargs="+", default=CLASSES, help="these numbers alone, into --output")
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--output", type=Path, help="in place of bench/results/classes.json, or classes-gpu.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -94,13 +95,13 @@ def main() -> None:
     batches = list(pictures.split(size))
     measured(2, "kron", batches[:2], 1)  # imports, and what is loaded once
     rows: list[dict[str, Any]] = []
-    for classes in (10, 30) if options.tiny else CLASSES:
-        if classes <= options.most:
-            # The largest takes a minute for a round.
-            repetitions = 1 if options.tiny or classes == CLASSES[-1] else REPETITIONS
-            rows += [measured(classes, head, batches, repetitions) for head in ("kron", "diag")]
-            show(f"Forward passes of a batch of {size} on {options.device}, K = {DRAWS}", rows[-2:])
-    if options.output or not (options.tiny or options.most < CLASSES[-1]):
+    for classes in (10, 30) if options.tiny else options.classes:
+        # The largest takes a minute for a round.
+        repetitions = 1 if options.tiny or classes == CLASSES[-1] else options.repetitions
+        for head in ("kron", "diag"):
+            rows.append(measured(classes, head, batches, repetitions))
+            show(f"Forward passes of a batch of {size} on {options.device}, K = {DRAWS}", rows[-1:])
+    if options.output or not (options.tiny or tuple(options.classes) != CLASSES):
         name = "classes" if options.device == "cpu" else "classes-gpu"
         save(name, rows, batch=size, draws=DRAWS, path=options.output)
 
