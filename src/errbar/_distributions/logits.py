@@ -203,8 +203,8 @@ class JointLogits:
         return LogitGaussian(self.mean, FullCovariance(blocks.contiguous())).rounded()
 
 
-def _is_form(value: object) -> TypeGuard[Covariance]:
-    return _has_form(type(value))
+def _is_form(value: Any) -> TypeGuard[Covariance]:
+    return _has_form(type(value))  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
 @cache

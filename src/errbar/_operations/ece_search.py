@@ -31,7 +31,8 @@ def least_ece(
 ) -> Minimum:
     """The least ECE near the candidates, near the best of the grid, and where PMFs are right on average."""
     coarse = question.with_draws(_COARSE_SAMPLES)
-    starts, turns = [point.clamp(lower, upper) for point in candidates], []
+    starts = [point.clamp(lower, upper) for point in candidates]
+    turns: list[Tensor] = []
     if len(lower) == 1:
         points, turns = _right_on_a_line(question, coarse, lower, upper)
     else:
