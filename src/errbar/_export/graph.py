@@ -27,11 +27,11 @@ MOST_CLASSES = 128
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How the logits are calibrated and sampled: the same for every input."""
+    """How the logits are sampled: the same for every input. Before that they are divided by `temperature`."""
 
-    calibration: Calibration
     normal: Float[Tensor, "d K"]
     thresholds: Float[Tensor, "R M"]
+    temperature: float = 1.0
 
 
 class FullCovariance(nn.Module):
@@ -161,6 +161,11 @@ def _times(matrices: Float[Tensor, "B *d"], factor: float) -> Float[Tensor, "B *
     return matrices * torch.full(matrices.shape[1:], factor, dtype=matrices.dtype)
 
 
+def _divided(values: Float[Tensor, "B *d"], number: float) -> Float[Tensor, "B *d"]:
+    """`values / number` in the same way: it may come before or after a product of matrices."""
+    return values / torch.full(values.shape[1:], number, dtype=values.dtype)
+
+
 def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[Tensor, "B m m"]:
     """Lower Cholesky factors, as `linalg.safe_cholesky` makes them: with the first of the `shares` of its mean
     diagonal added that makes a matrix positive definite; zero for zero, and NaN where none does.
@@ -193,68 +198,77 @@ def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[T
     return torch.where(zero[:, None, None], 0.0, result)
 
 
-class PredictionGraph(nn.Module):
-    """Input → network → terms V ⊗ hᵀ → P^g → samples of the PMF → what they tell.
+def positive_inverse(matrix: Float[Tensor, "B m m"]) -> Float[Tensor, "B m m"]:
+    """Inverses of positive definite matrices, NaN for others: m sweeps, each of one row and column.
+
+    A sweep of k with pivot p = a_kk takes a_ij to a_ij − a_ik a_kj/p, a_kj to a_kj/p, and p to −1/p; after all of them
+    the matrix is −A⁻¹. Pivots of a positive definite matrix are positive, so there is nothing to exchange.
+    """
+    size = matrix.shape[-1]
+    ones = torch.ones(size, dtype=matrix.dtype)
+    swept = matrix
+    for k in range(size):
+        others = ones - torch.eye(size, dtype=matrix.dtype)[k]
+        column = swept[:, :, k]
+        pivot = column[:, k : k + 1]
+        pivot = torch.where(pivot > 0, pivot, torch.nan)
+        share = column * others / pivot
+        rest = swept * (others[:, None] * others) - (column * others)[:, :, None] * share[:, None, :]
+        unit = ones - others
+        edge = share[:, :, None] * unit + unit[:, None] * share[:, None, :]
+        swept = rest + edge - (unit[:, None] * unit) / pivot[:, :, None]
+    return linalg.symmetric(-swept)
+
+
+def full_matrices(
+    form: str, covariance: Float[Tensor, "B ..."], basis: Float[Tensor, "M r"] | None
+) -> Float[Tensor, "B M M"]:
+    """P^g of one of the forms as matrices."""
+    if form == "full":
+        return covariance
+    if form == "diagonal" or basis is None:
+        return torch.diag_embed(covariance)
+    half = basis.to(covariance.dtype) * covariance.clamp_min(0).sqrt()[:, None, :]
+    return half @ half.mT
+
+
+class GaussianGraph(nn.Module):
+    """Input → network → terms V ⊗ hᵀ → ĝ and P^g, calibrated.
 
     `form` is that of P^g: "full", "diagonal" (variances of the logits), or "factored", Q diag(w) Qᵀ with `basis` Q.
     """
 
     start: Tensor | None
+    basis: Tensor | None
 
     def __init__(
         self,
         network: ChainedNetwork,
         covariance: nn.Module,
-        draws: Draws,
+        calibration: Calibration,
         *,
         form: str,
         start: Float[Tensor, "M c"] | None,
         basis: Float[Tensor, "M r"] | None,
         dtype: torch.dtype,
-        outputs: Sequence[str],
     ) -> None:
         super().__init__()
-        self.network, self.covariance = network, covariance
-        self.form, self.dtype, self.outputs = form, dtype, tuple(outputs)
-        self.calibration = draws.calibration
-        self.shares = [0.0, *linalg.jitters(linalg.largest_jitter(dtype))]
-        self.register_buffer("normal", draws.normal)
-        self.register_buffer("thresholds", draws.thresholds)
+        self.network, self.covariance, self.calibration = network, covariance, calibration
+        self.form, self.dtype = form, dtype
         self.register_buffer("start", None if start is None else start.to(dtype))
         self.register_buffer("basis", basis)
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
-        output, values = self.network(*args, *kwargs.values())
+    def forward(self, *inputs: Tensor) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B ..."]]:
+        output, values = self.network(*inputs)
         # One logit g is read as the pair (0, g).
         mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
-        mean, covariance = self.calibrated(mean, self.covariance(self.network.terms(values, self.start, self.dtype)))
-        samples = torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance), 1)
-        # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
-        # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
-        pmf = samples.double().mean(2).to(samples.dtype)
-        results = {"pmf": pmf}
-        if {"std", "covariance"} & set(self.outputs):
-            deviations = (samples - pmf[:, :, None]).double()
-            results["std"] = deviations.square().mean(2).sqrt().to(samples.dtype)
-        if "covariance" in self.outputs:
-            results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2]).to(samples.dtype)
-        results["logits"] = mean
-        if "logit_covariance" in self.outputs:
-            results["logit_covariance"] = self.full(covariance).to(mean.dtype)
-        if "risk" in self.outputs:
-            # NaN is above no threshold, but must not look like zero risk.
-            unknown = torch.isnan(pmf)[:, None, :]
-            share = torch.stack(
-                [(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.get_buffer("thresholds")], 1
-            )
-            results["risk"] = torch.where(unknown, torch.nan, share)
-        return {name: results[name] for name in self.outputs}
+        return self.calibrated(mean, self.covariance(self.network.terms(values, self.start, self.dtype)))
 
     def calibrated(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> tuple[Tensor, Tensor]:
         """ĝ/T(x) and T_c P^g/T(x)², as `LogitGaussian.calibrated` has them; T(x) is a constant without softening."""
         T, scale = self.calibration.temperature, self.calibration.covariance_scale
         if self.calibration.softening == 0:
-            return mean / T, _times(covariance, scale / T**2)
+            return _divided(mean, T), _times(covariance, scale / T**2)
         each = self.calibration.temperatures(self.contrast_variance(covariance, mean.shape[1]))
         divisor = each.square().to(covariance.dtype).reshape(-1, *[1] * (covariance.ndim - 1))
         return mean / each.to(mean.dtype)[:, None], _times(covariance / divisor, scale)
@@ -271,6 +285,109 @@ class PredictionGraph(nn.Module):
             total = (covariance * (basis - basis.mean(0)).square().sum(0).to(covariance.dtype)).sum(1)
         return total.clamp_min(0) / (classes - 1)
 
+
+class FusedGraph(nn.Module):
+    """Inputs → ĝ_c and P_c of each network → N(ĝ, q P) of the fusion, as `FusedClassifier.logits` has it.
+
+    Q_c = a_c P_c + s_c I on contrasts, P = (Σ Q_c⁻¹)⁻¹, ĝ = P Σ Q_c⁻¹ ĝ_c, in float64. `places` says which inputs each
+    network takes, and in which dtype; `dtype` is that of the mean.
+    """
+
+    form, basis = "full", None
+
+    def __init__(
+        self,
+        networks: Sequence[GaussianGraph],
+        places: Sequence[Sequence[tuple[int, torch.dtype]]],
+        *,
+        classes: int,
+        dtype: torch.dtype,
+        scales: Sequence[float],
+        discrepancies: Sequence[float],
+        covariance_scale: float,
+    ) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.places, self.dtype = [list(own) for own in places], dtype
+        self.scales, self.discrepancies, self.covariance_scale = list(scales), list(discrepancies), covariance_scale
+        for c, discrepancy in enumerate(discrepancies):
+            if math.isfinite(discrepancy):
+                # As a matrix: a runtime may keep a number beside a product of matrices in float32, see `_times`.
+                self.register_buffer(f"added_{c}", discrepancy * torch.eye(classes - 1, dtype=torch.float64))
+
+    def forward(self, *inputs: Tensor) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M M"]]:
+        means, covariances = [], []
+        for network, places in zip(self.networks, self.places, strict=True):
+            assert isinstance(network, GaussianGraph)
+            mean, covariance = network(*(inputs[place].to(dtype) for place, dtype in places))
+            basis = linalg.contrast_basis(mean.shape[1], mean.device)
+            means.append(mean.double() @ basis)
+            full = full_matrices(network.form, covariance, network.basis).double()
+            covariances.append(linalg.symmetric(basis.mT @ full @ basis))
+        mean, covariance = self.fused(means, covariances)
+        spread = linalg.symmetric(basis @ _times(covariance, self.covariance_scale) @ basis.mT)
+        return (mean @ basis.mT).to(self.dtype), spread
+
+    def fused(self, means: Sequence[Tensor], covariances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """ĝ and P on contrasts, as `FusedClassifier` has them."""
+        taking_part = [c for c, s in enumerate(self.discrepancies) if math.isfinite(s)]
+        if not taking_part:
+            return torch.stack(list(means)).mean(0), torch.zeros_like(covariances[0])
+        widened = {c: _times(covariances[c], self.scales[c]) + self.get_buffer(f"added_{c}") for c in taking_part}
+        if len(taking_part) == 1:
+            (only,) = taking_part
+            return means[only], widened[only]
+        precisions = {c: positive_inverse(widened[c]) for c in taking_part}
+        covariance = positive_inverse(torch.stack([*precisions.values()]).sum(0))
+        vectors = [(precision @ means[c][:, :, None])[:, :, 0] for c, precision in precisions.items()]
+        return (covariance @ torch.stack(vectors).sum(0)[:, :, None])[:, :, 0], covariance
+
+
+class PredictionGraph(nn.Module):
+    """Input → Gaussian over the logits → samples of the PMF → what they tell."""
+
+    basis: Tensor | None
+
+    def __init__(
+        self, gaussian: GaussianGraph | FusedGraph, draws: Draws, *, dtype: torch.dtype, outputs: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.gaussian, self.form, self.outputs = gaussian, gaussian.form, tuple(outputs)
+        self.temperature = draws.temperature
+        self.shares = [0.0, *linalg.jitters(linalg.largest_jitter(dtype))]
+        self.register_buffer("normal", draws.normal)
+        self.register_buffer("thresholds", draws.thresholds)
+        self.register_buffer("basis", gaussian.basis)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
+        mean, covariance = self.gaussian(*args, *kwargs.values())
+        T = self.temperature
+        tempered = (mean, covariance) if T == 1 else (_divided(mean, T), _times(covariance, 1 / T**2))
+        samples = self.sampled_pmfs(*tempered)
+        # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
+        # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
+        pmf = samples.double().mean(2).to(samples.dtype)
+        results = {"pmf": pmf}
+        if {"std", "covariance"} & set(self.outputs):
+            deviations = (samples - pmf[:, :, None]).double()
+            results["std"] = deviations.square().mean(2).sqrt().to(samples.dtype)
+        if "covariance" in self.outputs:
+            results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2]).to(samples.dtype)
+        results["logits"] = mean
+        if "logit_covariance" in self.outputs:
+            results["logit_covariance"] = full_matrices(self.form, covariance, self.basis).to(mean.dtype)
+        if "risk" in self.outputs:
+            # NaN is above no threshold, but must not look like zero risk.
+            unknown = torch.isnan(pmf)[:, None, :]
+            share = torch.stack(
+                [(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.get_buffer("thresholds")], 1
+            )
+            results["risk"] = torch.where(unknown, torch.nan, share)
+        return {name: results[name] for name in self.outputs}
+
+    def sampled_pmfs(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
+        return torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance), 1)
+
     def sampled_logits(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
         """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""
         normal = self.get_buffer("normal")
@@ -283,15 +400,6 @@ class PredictionGraph(nn.Module):
             basis = self.get_buffer("basis")
             deviations = (basis - basis.mean(0)).to(mean.dtype) @ deviations
         return deviations + mean[:, :, None]
-
-    def full(self, covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M M"]:
-        """P^g as matrices."""
-        if self.form == "full":
-            return covariance
-        if self.form == "diagonal":
-            return torch.diag_embed(covariance)
-        half = self.get_buffer("basis").to(covariance.dtype) * covariance.clamp_min(0).sqrt()[:, None, :]
-        return half @ half.mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,6 +428,11 @@ def head(covariance: GraphCovariance, dtype: torch.dtype, classes: int, *, ident
 
 
 def _full(covariance: nn.Module, classes: int) -> Head:
+    require_few_classes(classes)
+    return Head(covariance, "full", classes - 1)
+
+
+def require_few_classes(classes: int) -> None:
     if classes > MOST_CLASSES:
         raise ExportError(
             f"With {classes} classes a full covariance of the logits cannot be factorised in an exported graph; "
@@ -327,4 +440,3 @@ def _full(covariance: nn.Module, classes: int) -> Head:
             "structure='diag' or structure='kron', whose logits are sampled without a factorisation.",
             arguments={"last_layers": 1, "fisher": "eta", "structure": ("diag", "kron")},
         )
-    return Head(covariance, "full", classes - 1)

@@ -33,7 +33,7 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import standard_normal
 from errbar._export.chain import ChainedNetwork, Linear, Sample, chained, exported, named_inputs
-from errbar._export.graph import Draws, PredictionGraph, head
+from errbar._export.graph import Draws, GaussianGraph, PredictionGraph, head
 from errbar._export.numbers import exact_numbers
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_install
@@ -67,9 +67,10 @@ class WorkedExample:
     expected: Mapping[str, Tensor]
 
     @staticmethod
-    def of(batch: Batch, gaussian: LogitGaussian, request: ExportRequest) -> WorkedExample:
-        """`gaussian` is what the posterior says about the logits of the batch."""
-        prediction, rounded = gaussian.predict(request.samples, request.seed, draws=request.draws), gaussian.rounded()
+    def of(batch: Batch, gaussian: LogitGaussian, request: ExportRequest, temperature: float = 1.0) -> WorkedExample:
+        """`gaussian` is what the posterior says about the logits of the batch; PMFs are of it over `temperature`."""
+        tempered = gaussian if temperature == 1 else gaussian.tempered(temperature)
+        prediction, rounded = tempered.predict(request.samples, request.seed, draws=request.draws), gaussian.rounded()
         makers: dict[str, Callable[[], Tensor]] = {
             "pmf": lambda: prediction.pmf,
             "std": lambda: prediction.std,
@@ -131,16 +132,28 @@ def write_export(
 ) -> None:
     """Make the graph, compare it with what `predict` says about the examples, and write the file."""
     batch = examples[0].batch
+    write_graph(path, lambda: graph_of(task, factor, batch, request), examples, request, _description(task, request))
+
+
+def write_graph(
+    path: str | os.PathLike[str],
+    make: Callable[[], PredictionGraph],
+    examples: Sequence[WorkedExample],
+    request: ExportRequest,
+    description: Mapping[str, Any],
+) -> None:
+    """Write what `make` makes, once it says about the examples what `predict` says."""
+    batch = examples[0].batch
     kind = checked_path(path)
-    with plain_execution(task.network.device), warnings.catch_warnings():
+    with plain_execution(torch.device("cpu")), warnings.catch_warnings():
         # Deprecations inside torch, and changes in later versions: nothing that a caller can act on.
         warnings.simplefilter("ignore")
-        program = program_of(task, factor, batch, request)
+        program = program_of(make(), batch)
         module = program.module()
         for example in examples:
             results = module(*example.batch.args, **example.batch.kwargs)
             _require_agreement(results, example.expected, "The graph")
-        about = {name: json.dumps(value) for name, value in _description(task, request).items()}
+        about = {name: json.dumps(value) for name, value in description.items()}
         if kind == ".pt2":
             buffer = io.BytesIO()
             torch.export.save(program, buffer, extra_files={f"{name}.json": value for name, value in about.items()})
@@ -151,9 +164,9 @@ def write_export(
     write_file(path, data)
 
 
-def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -> ExportedProgram:
+def program_of(graph: PredictionGraph, batch: Batch) -> ExportedProgram:
     """The whole way from input to outputs as one exported program whose batch size is free."""
-    program = exported(graph_of(task, factor, batch, request).eval(), Sample.of(batch))
+    program = exported(graph.eval(), Sample.of(batch))
     for node in program.graph.nodes:
         # The files and folders in which operations were written: private.
         node.meta.pop("stack_trace", None)
@@ -162,26 +175,32 @@ def program_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest)
 
 def graph_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -> PredictionGraph:
     """The whole way from input to outputs as a module of elementary operations."""
+    gaussian, width = gaussian_of(task, factor, batch, request.calibration)
+    like = torch.empty(0, dtype=task.network.dtype)
+    normal = standard_normal(request.samples, width, request.seed, like, request.draws).T
+    if gaussian.basis is not None:
+        normal = gaussian.basis.T.to(normal.dtype) @ normal
+    draws = Draws(normal.contiguous(), request.thresholds)
+    return PredictionGraph(gaussian, draws, dtype=task.dtype, outputs=request.outputs)
+
+
+def gaussian_of(task: Task, factor: Factor, batch: Batch, calibration: Calibration) -> tuple[GaussianGraph, int]:
+    """The way from input to the Gaussian over the logits, and how many draws a sample of it takes."""
     layers, identity = _selected(task)
     _require_exportable(task, batch)
     network = chained(task.network, layers, Sample.of(batch))
     order = [step.layer for step in network.steps if isinstance(step, Linear) and step.layer is not None]
     part = head(factor.in_graph(order, task.dtype), task.dtype, task.n_classes, identity=identity)
-    like = torch.empty(0, dtype=task.network.dtype)
-    normal = standard_normal(request.samples, part.width, request.seed, like, request.draws).T
-    if part.basis is not None:
-        normal = part.basis.T.to(normal.dtype) @ normal
-    draws = Draws(request.calibration, normal.contiguous(), request.thresholds)
-    return PredictionGraph(
+    graph = GaussianGraph(
         network,
         part.covariance,
-        draws,
+        calibration,
         form=part.form,
         start=_start(network, task.n_classes, identity=identity, single=len(order) == 1),
         basis=part.basis,
         dtype=task.dtype,
-        outputs=request.outputs,
     )
+    return graph, part.width
 
 
 def _start(network: ChainedNetwork, classes: int, *, identity: bool, single: bool) -> Float[Tensor, "M c"] | None:
@@ -226,13 +245,21 @@ def _require_exportable(task: Task, batch: Batch) -> None:
 
 def _description(task: Task, request: ExportRequest) -> dict[str, Any]:
     """What the file is, for anyone who finds it."""
+    return {"errbar": __version__, **described_task(task), **vars(request.calibration), **described_request(request)}
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """Which network a graph is of, and what its posterior is about."""
     return {
-        "errbar": __version__,
         "weights": task.network.fingerprint,
         "parameters": list(task.selection.names),
         "structure": task.structure,
         "fisher": task.fisher,
-        **vars(request.calibration),
+    }
+
+
+def described_request(request: ExportRequest) -> dict[str, Any]:
+    return {
         "samples": request.samples,
         "seed": request.seed,
         "draws": request.draws,

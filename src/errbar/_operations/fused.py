@@ -29,6 +29,7 @@ from errbar._distributions.calibration import Calibration, require_covariance_sc
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
+from errbar._distributions.sampling import require_samples, require_seed
 from errbar._model.batch import Batch, KeptUnpack, Unpack, is_stream, raw_batches, to_batch
 from errbar._operations.fusion_table import FusionTable
 from errbar._posterior.posterior import Posterior, require_posterior
@@ -282,12 +283,58 @@ class FusedClassifier:
         table = None if self.table is None else self.table.described()
         save_fusion(self.posteriors, *numbers, path, classes, factors=factors, table=table)
 
-    def export(self, path: str | os.PathLike[str], *, example: Any, **options: Any) -> None:
-        """Not there yet: always raises an `ArgumentError` that says what to do instead."""
-        raise ArgumentError(
-            f"Cannot write {os.fspath(path)}: a fused classifier cannot be exported yet. Export each of its posteriors "
-            "with outputs=('logits', 'logit_covariance'), and fuse what they give by the formula of FusedClassifier."
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        example: Any = None,
+        each: Sequence[Any] | None = None,
+        samples: int = 1000,
+        seed: int = 0,
+        risk: Any = (),
+        draws: str = "random",
+        outputs: Sequence[str] | None = None,
+    ) -> None:
+        """Write an `.onnx` or `.pt2` file with all networks and their fusion, which predicts by itself.
+
+        Arguments and outputs are those of `Posterior.export`; "logits" and "logit_covariance" are those of `logits`,
+        before T. `example` is a batch that all networks see; or `each` has one for each network, whose inputs in the
+        file are called network_0_x, network_1_x and so on.
+        """
+        from errbar._export.fusion import Member, separate_inputs, shared_inputs, write_fused_export
+        from errbar._export.write import (
+            ExportRequest,
+            WorkedExample,
+            checked_outputs,
+            checked_path,
+            checked_thresholds,
         )
+
+        checked_path(path)
+        prediction = self.predict(example, samples, seed, each=each, draws=draws)
+        thresholds = checked_thresholds(risk, prediction)
+        names = checked_outputs(outputs, risk=len(thresholds) > 0)
+        request = ExportRequest(
+            self.calibration, require_samples(samples), require_seed(seed), draws, thresholds, names
+        )
+        inputs = [example] * len(self) if each is None else list(each)
+        batches = [posterior.prepared(x) for posterior, x in zip(self.posteriors, inputs, strict=True)]
+        # As for a posterior, the file must be right for one row as well as for several.
+        parts = [batches, [batch.rows(0, 1) for batch in batches]] if len(batches[0]) > 1 else [batches]
+        examples = [
+            WorkedExample.of(
+                shared_inputs(part) if each is None else separate_inputs(part),
+                self.unrounded_logits(each=part),
+                request,
+                self.temperature,
+            )
+            for part in parts
+        ]
+        members = [
+            Member(p.information.task, p.factor, p.calibration, batch, a, s)
+            for p, batch, a, s in zip(self.posteriors, batches, self.scales, self.discrepancies, strict=True)
+        ]
+        write_fused_export(path, members, examples, request, shared=each is None)
 
 
 def require_posteriors(posteriors: object) -> tuple[Posterior, ...]:

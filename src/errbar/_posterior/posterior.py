@@ -226,6 +226,10 @@ class Posterior:
         checks = Checks(task.network.device)
         return checks, task.network.prepare(input_batch(x, unpack or task.unpack), checks)
 
+    def prepared(self, x: Any) -> Batch:
+        """An input as the network takes it: on its device, in its dtype."""
+        return self._prepared(x)[1]
+
     def sample_parameters(self, samples: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """Draws from N(θ̂, P), without calibration: name → (samples, …) in the parameter's dtype."""
         network = self.information.network
@@ -415,7 +419,7 @@ class Posterior:
             thresholds,
             names,
         )
-        batch = self._prepared(example)[1]
+        batch = self.prepared(example)
         # The batch size is free in the file, so the file must be right for one row as well as for several.
         parts = [batch, batch.rows(0, 1)] if len(batch) > 1 else [batch]
         examples = [WorkedExample.of(part, self.unrounded_logits(part), request) for part in parts]
