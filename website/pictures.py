@@ -3,7 +3,7 @@
     python website/pictures.py               writes docs/pictures/*.png
 
 All come from one small network for points of three classes, except the two digits, which are those of the tutorial: its
-own code is run for them, and the cost against the number of classes, which is from bench/results/classes.json.
+own code is run for them, and the cost against the number of classes, which needs bench/results/classes.json.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pages
 from errbar import plots
 
 PICTURES = pages.DOCS / "pictures"
+CLASSES = pages.DOCS.parent / "bench" / "results" / "classes.json"
 _CENTRES = torch.tensor([[-2.2, -1.0], [2.2, -1.0], [0.0, 2.4]], dtype=torch.float64)
 _COLOURS = (plots.BLUE, plots.ORANGE, plots.VERMILION)
 _EXTENT = 9.0
@@ -151,7 +152,7 @@ def two_digits(folder: Path) -> bytes:
 
 def classes() -> Figure:
     """The cost of a fit and of a prediction in forward passes, and the factorisation, against the number of classes."""
-    rows = json.loads((pages.DOCS.parent / "bench" / "results" / "classes.json").read_text())["rows"]
+    rows = json.loads(CLASSES.read_text())["rows"]
     figure = Figure(figsize=(7.6, 2.7), layout="constrained")
     axes = figure.subplots(1, 3)
     keys = ("fit, passes per sample", "predict, passes per input", "factorise, s")
@@ -176,7 +177,8 @@ def classes() -> Figure:
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    classes().savefig(PICTURES / "classes.png", dpi=150, metadata={"Software": None})
+    if CLASSES.exists():
+        classes().savefig(PICTURES / "classes.png", dpi=150, metadata={"Software": None})
     posterior = errbar.calibrate(classifier(), [points(600, seed=1)])
     for draw in (plane, logits, samples, reliability):
         draw(posterior).savefig(PICTURES / f"{draw.__name__}.png", dpi=150, metadata={"Software": None})

@@ -3,6 +3,7 @@
 - `coverage(LOGISTIC)`: do the intervals of a logistic regression hold the true f_m(x) as often as they say? Here the
   delta method is exact and the truth is one of the models: only Laplace's approximation can be wrong.
 - `coverage(NETWORK)`: the same for a network, which also has bias and several optima, and is not linear.
+- `coverage(AUTOFIT)`: and with what `autofit` chooses.
 - `linearisation`: what the delta method costs, against sampling of the parameters themselves.
 - `monte_carlo_error`: what finitely many draws cost.
 - `run`: all of them, as one JSON-ready dict, which docs/results/coverage.json holds.
@@ -84,8 +85,9 @@ NETWORK = CoverageSettings(
     parameters=("last two layers", "all"),
     calibrations=((), ("covariance_scale",), ("temperature", "covariance_scale")),
     sampled=("logits", "parameters"),
-    autofit_redraws=20,
 )
+# The same with what `autofit` chooses for each re-draw, beside what `calibrate` gives.
+AUTOFIT = replace(NETWORK, redraws=20, sampled=("logits",), autofit_redraws=20)
 
 
 @dataclass(frozen=True, eq=False)
