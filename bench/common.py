@@ -67,14 +67,18 @@ def alternate(runs: dict[str, Callable[[], Any]], repetitions: int = 5) -> dict[
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
     """Mean seconds per call."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = now()
     for _ in range(calls):
         run()
+    return (now() - start) / calls
+
+
+def now() -> float:
+    """Seconds, when a GPU has finished; with one thread those of this process, which others hardly disturb."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
+        return time.perf_counter()
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def machine() -> dict[str, Any]:
