@@ -465,7 +465,7 @@ def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[-5] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(errbar.DamagedFileError):
+    with pytest.raises(errbar.DamagedFileError, match="is damaged: its content does not have the SHA-256"):
         errbar.verify(path)
 
 
