@@ -6,6 +6,7 @@ prediction = posterior.predict(x)
 prediction.pmf, prediction.covariance, prediction.risk(0.05)
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -37,6 +38,10 @@ from errbar.errors import (
     WeightsChangedError,
 )
 from errbar.version import __version__
+
+if "torch" in _sys.modules and _sys.modules["torch"].distributed.is_available():
+    # Five milliseconds, because a script may call `init_process_group` next: `_distributed/team.py` says what for.
+    _import_module("torch.distributed.nn.functional")
 
 if _TYPE_CHECKING:
     from errbar import metrics

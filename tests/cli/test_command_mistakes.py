@@ -271,12 +271,20 @@ def test_a_fit_loads_no_report_and_no_plots(files: Workspace, tmp_path: Path) ->
 
 
 LEFT_THREADS = """
-import os, torch, errbar
-from errbar._distributed.team import job_of_torchrun
+import contextlib, os, sys, torch, errbar
+
+@contextlib.contextmanager
+def job():
+    torch.distributed.init_process_group("gloo")
+    yield
+    torch.distributed.destroy_process_group()
+
+if sys.argv[1] == "command":
+    from errbar._distributed.team import job_of_torchrun as job
 torch.manual_seed(0)
 x = torch.randn(8, 4) + int(os.environ["RANK"])
 before = len(os.listdir("/proc/self/task"))
-with job_of_torchrun(torch.device("cpu")):
+with job(*[torch.device("cpu")] * (sys.argv[1] == "command")):
     posterior = errbar.fit(torch.nn.Linear(4, 3), [x], last_layers=1, prior=errbar.Prior(1.0))
     during = len(os.listdir("/proc/self/task"))
 open(f"threads-{os.environ['RANK']}", "w").write(f"{during - before} {len(os.listdir('/proc/self/task')) - before}")
@@ -284,11 +292,12 @@ open(f"threads-{os.environ['RANK']}", "w").write(f"{during - before} {len(os.lis
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_no_thread_of_a_job_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("who", ["command", "script"])
+def test_no_thread_of_a_job_outlives_it(who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does aborts the process now and then, when the interpreter ends before it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(LEFT_THREADS)
-    result = torchrun(2, "script.py")
+    result = torchrun(2, "script.py", who)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         during, after = map(int, (tmp_path / f"threads-{rank}").read_text().split())

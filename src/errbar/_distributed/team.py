@@ -28,6 +28,11 @@ from torch import distributed as dist
 from errbar import errors
 from errbar.errors import ArgumentError, ErrbarError, MismatchError, RankError
 
+if dist.is_available():
+    # Differentiating imports it, and its functions have the job's group as a default. Imported during a job, they hold
+    # the group to the end of the process, whose threads then outlive the interpreter and abort it now and then.
+    import_module("torch.distributed.nn.functional")
+
 Result = TypeVar("Result")
 
 # How often a busy rank checks whether another one failed; a query of the store takes a tenth of a millisecond.
@@ -273,9 +278,6 @@ def job_of_torchrun(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         # "cuda" without a number is the GPU of this rank on its machine.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.index is None else device)
-    # Differentiating imports it. Imported during a job, it holds the job's group to the end of the process, and threads
-    # of the group that outlive the interpreter abort it.
-    import_module("torch._dynamo")
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
     except (RuntimeError, ValueError) as error:
