@@ -40,11 +40,16 @@ GAPS: dict[str, Callable[[Array], Array]] = {
     "in turn": lambda weight: np.where(np.arange(BINS) % 2, -1.0, 1.0),
     "every other bin": lambda weight: -1.0 * (np.arange(BINS) % 2),
     "one bin": lambda weight: -1.0 * (np.arange(BINS) == weight.argmax()),
+    "two bins": lambda weight: -1.0 * np.isin(np.arange(BINS), (4, 7)),
 }
 CASES = [
     *[("0.1 to 1, even", gaps, ece) for gaps in ("too sure", "in turn") for ece in (0.01, 0.03, 0.1, 0.2)],
     *[("0.1 to 1, even", "every other bin", ece) for ece in (0.03, 0.1)],
-    ("0.1 to 1, even", "one bin", 0.03),
+    *[("0.1 to 1, even", "one bin", ece) for ece in (0.03, 0.05)],
+    ("0.1 to 1, even", "two bins", 0.06),
+    # At N = 1000 all gaps are about 1.25 standard errors: neither noise nor clear.
+    *[("0.1 to 1, even", gaps, 0.05) for gaps in ("too sure", "in turn")],
+    *[("0.5 to 1, even", gaps, 0.04) for gaps in ("too sure", "in turn")],
     *[("0.5 to 1, even", gaps, ece) for gaps in ("too sure", "in turn") for ece in (0.03, 0.2)],
     *[("most above 0.9", "too sure", ece) for ece in (0.01, 0.03, 0.2)],
     ("most above 0.9", "in turn", 0.01),

@@ -75,6 +75,19 @@ def test_the_interval_of_the_ece_holds_and_is_not_wide(least: float, count: int,
     assert np.mean(widths) <= 1.5 * np.subtract(*np.quantile(estimates, [0.975, 0.025]))
 
 
+def test_one_clear_bin_among_exact_ones_is_known_by_itself() -> None:
+    """Nine bins of 400, one 8 standard errors too sure: a limit of the sum alone is lost in the noise of the others."""
+    size, accuracy = 400, torch.linspace(0.15, 0.95, 9, dtype=torch.float64)
+    right = (accuracy * size).round()
+    right[6] -= 80
+    confidence = accuracy.repeat_interleave(size)
+    is_right = torch.cat([torch.arange(size) < count for count in right.tolist()])
+    others = ((1 - confidence) / 20)[:, None].expand(-1, 20)
+    low, _ = metrics.ece_interval(torch.cat([confidence[:, None], others], 1), (~is_right).long())
+    gap, error = 0.2, (0.65 * 0.35 / size) ** 0.5
+    assert (gap - 3 * error) / 9 < low < (gap - 1.5 * error) / 9
+
+
 def test_the_limits_of_one_bin_are_those_of_a_binomial_share() -> None:
     """All of 100 right: the accuracy is above p with ½ p¹⁰⁰ = 0.4 · 0.05, half of the draws being equal to the data."""
     least = 0.04**0.01

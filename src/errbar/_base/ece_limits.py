@@ -7,7 +7,9 @@ therefore takes the spread that is hardest to tell from the data, in units of a 
 σ_j = √(p_j(1 − p_j)/n_j), p_j midway between accuracy and confidence:
 
 - The *lower* limit puts the error into few bins, where it makes the estimate largest: the bins keep the gaps that were
-  seen, those of most standard errors first, until together they have e.
+  seen, those of most standard errors first, until together they have e. There are two tests, and the larger of their
+  limits counts: by the estimate itself, and by what of each gap exceeds two standard errors, Σ_j w_j (|gap_j| − 2σ_j)₊.
+  Of the estimate, bins without a gap are most, where one of many is wrong; nothing is left of them in the second.
 - The *upper* limit spreads it, which makes the estimate smallest: a bin whose gap is more than two standard errors
   keeps it, every other has the same number c of standard errors. What is compared is the estimate, to which the bins
   that keep their gap count only 2Φ(c) − 1, the slope of E|Z + c|: so much of an error in these gaps reaches the others,
@@ -21,8 +23,8 @@ the data are a surprise if too few of the draws lie beyond them (those that are 
 α = 1 − level, where either limit can be wrong: where the gaps stand out from the noise, which one begins to do at 1.5
 standard errors and does from 3 on, and where one bin has all the noise. With many bins whose gaps do not stand out, at
 zero above all, only one limit can be wrong, because the two spreads differ: then it is α for the upper limit, and 0.8 α
-for the lower. `_Bins.tail` leads from one to the other. What is left of α is for what the spreads do not know: they
-are estimated from the gaps that were seen.
+for the lower. `_Bins.tail` leads from one to the other. The second test of the lower limit always has 0.4 α. What is
+left of α is for what the spreads do not know: they are estimated from the gaps that were seen.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from torch import Tensor
 _KEPT = 2.0
 _STANDS_OUT = (1.5, 3.0)
 _ROOM = 3.0
-# The share of α that a limit has where both can be wrong, and where the other cannot.
-_BOTH, _LOWER, _UPPER = 0.4, 0.8, 1.0
+# The share of α that a limit has where both can be wrong, and where the other cannot; of the second test of the lower.
+_BOTH, _LOWER, _ABOVE, _UPPER = 0.4, 0.8, 0.4, 1.0
 # The quantile of draws without doubtful gaps below which data are not believed.
 _LUCK = 0.1
 # Halvings: the limits to one part in five hundred of the range, well below the noise of a thousand draws.
@@ -68,7 +70,7 @@ def ece_limits(
     full = count > 0
     bins = _Bins(count[full], right[full], confidence[full].clamp(0, 1))
     draws = _Draws(bins, resamples, seed)
-    low = _lower(bins, draws, 1 - level)
+    low = max(_lower(bins, draws, 1 - level, 0.0, _LOWER), _lower(bins, draws, 1 - level, _KEPT, _ABOVE))
     return low, max(low, *(_upper(bins, draws, 1 - level, *side) for side in bins.sides()))
 
 
@@ -184,9 +186,14 @@ def _multinomial(count: Float[Tensor, "J"], resamples: int, generator: torch.Gen
     return torch.stack(rows)
 
 
-def _lower(bins: _Bins, draws: _Draws, alpha: float) -> float:
+def _lower(bins: _Bins, draws: _Draws, alpha: float, noise: float, most: float) -> float:
+    """By Σ_j w_j (|acc_j − conf_j| − noise · σ_j)₊; `most` is the share of α where the upper limit cannot be wrong."""
     sign, size = bins.sign, bins.size
-    observation = float((bins.weight * bins.gap.abs()).sum())
+
+    def estimate(weight: Float[Tensor, "J R"], gap: Float[Tensor, "J R"]) -> Float[Tensor, "R"]:
+        return (weight * (gap.abs() - noise * bins.error[:, None]).clamp_min(0)).sum(0)
+
+    observation = float(estimate(bins.weight[:, None], bins.gap[:, None]))
     rank = size.argsort(descending=True, stable=True).argsort().double()
 
     def first(number: float) -> Float[Tensor, "J"]:
@@ -195,8 +202,8 @@ def _lower(bins: _Bins, draws: _Draws, alpha: float) -> float:
 
     def surprising(number: float) -> bool:
         gaps = first(number)
-        values = (draws.weight * draws.gaps(gaps, sign).abs()).sum(0)
-        return draws.beyond(values, observation) < bins.tail(gaps, alpha, _LOWER)
+        values = estimate(draws.weight, draws.gaps(gaps, sign))
+        return draws.beyond(values, observation) < bins.tail(gaps, alpha, most)
 
     if not surprising(0.0):
         return 0.0
