@@ -417,13 +417,14 @@ class DenseFactor:
         """Q_ij of two layers, packed; P is repacked for it once, in bands where these are cheaper."""
         key = (first, second, is_same, left.dtype)
         with self._lock:
-            if key not in self._coefficients:
+            coefficients = self._coefficients.get(key)
+            if coefficients is None:
                 device = self.prior_precision.device
                 positions = None if is_same else second.positions().to(device)
                 rows = packed.coefficients(self.covariance, first.positions().to(device), positions, left.dtype)
                 in_bands = is_same and banded.suits_outputs(len(left), first.outputs)
-                self._coefficients[key] = banded.from_packed(rows, len(left)) if in_bands else rows
-            coefficients = self._coefficients[key]
+                coefficients = banded.from_packed(rows, len(left)) if in_bands else rows
+                self._coefficients[key] = coefficients
         if isinstance(coefficients, list):
             return banded.contract(coefficients, left)
         return packed.contract(coefficients, left, None if is_same else right)

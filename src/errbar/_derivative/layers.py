@@ -197,6 +197,8 @@ class LinearTerm:
         return outer.T @ self.inner
 
     def to(self, dtype: torch.dtype) -> LinearTerm:
+        if self.inner.dtype == dtype and (self.outer is None or self.outer.dtype == dtype):
+            return self
         return LinearTerm(self.layer, self.inner.to(dtype), None if self.outer is None else self.outer.to(dtype))
 
 

@@ -117,10 +117,10 @@ def record(
 
         return hook
 
-    modules = dict(replica.named_modules())
     # Before hooks of the user, which may change what the layer passes on.
     handles = [
-        modules[name].register_forward_hook(note(name), with_kwargs=True, prepend=True) for name in interceptions
+        replica.get_submodule(name).register_forward_hook(note(name), with_kwargs=True, prepend=True)
+        for name in interceptions
     ]
     try:
         with torch.no_grad():

@@ -59,7 +59,7 @@ class Batch:
     def __len__(self) -> int:
         """The number of samples: the first dimension of the first tensor."""
         if self._is_one_tensor and self.args[0].ndim > 0:
-            return len(self.args[0])
+            return int(self.args[0].shape[0])
         for value in leaves((self.args, self.kwargs)):
             if isinstance(value, PackedSequence):
                 return int(value.batch_sizes[0])

@@ -120,6 +120,27 @@ def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     return weights
 
 
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors of `_weights`, shared ones once for each module, in an order of their own.
+
+    They are looked at before every prediction, and the names would take most of that time.
+    """
+    tensors: list[Tensor] = []
+    parts: dict[int, nn.Module] = {id(module): module}
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        tensors += [parameter for parameter in part._parameters.values() if parameter is not None]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                tensors.append(buffer)
+        for child in part._modules.values():
+            if child is not None and id(child) not in parts:
+                parts[id(child)] = child
+                waiting.append(child)
+    return tensors
+
+
 def fingerprint(module: nn.Module) -> str:
     """SHA-256 over the names, types, shapes and bytes of the weights."""
     digest = hashlib.sha256()
@@ -166,7 +187,7 @@ class Network:
         kinds = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.input_dtype = kinds.pop() if len(kinds) == 1 else None
         self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32
-        self._seen = [(tensor, tensor._version, tensor.dtype) for _, tensor in _weights(self.module)]
+        self._seen = [(tensor, tensor._version, tensor.dtype) for tensor in _tensors(self.module)]
         self._local = threading.local()
         # Of which costs the user has been told: once is enough.
         self.told: set[str] = set()
@@ -207,7 +228,7 @@ class Network:
 
     def require_unchanged(self) -> None:
         """Raise unless every weight is the tensor it was, at the version it had, on the device it was on."""
-        tensors = [tensor for _, tensor in _weights(self.module)]
+        tensors = _tensors(self.module)
         if next(self.module.parameters()).device != self.device:
             raise WeightsChangedError(
                 f"The model moved from {self.device} to {next(self.module.parameters()).device} since the fit; "
