@@ -45,7 +45,7 @@ GAPS: dict[str, Callable[[Array], Array]] = {
 CASES = [
     *[("0.1 to 1, even", gaps, ece) for gaps in ("too sure", "in turn") for ece in (0.01, 0.03, 0.1, 0.2)],
     *[("0.1 to 1, even", "every other bin", ece) for ece in (0.03, 0.1)],
-    *[("0.1 to 1, even", "one bin", ece) for ece in (0.03, 0.05)],
+    *[("0.1 to 1, even", "one bin", ece) for ece in (0.02, 0.03)],
     ("0.1 to 1, even", "two bins", 0.06),
     # At N = 1000 all gaps are about 1.25 standard errors: neither noise nor clear.
     *[("0.1 to 1, even", gaps, 0.05) for gaps in ("too sure", "in turn")],
