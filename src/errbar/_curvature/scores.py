@@ -114,6 +114,8 @@ def sample_keys(batch: Batch) -> Int[Tensor, "B"]:
     Numbers count as float64, whatever their dtype, and zeros not at all; places that an attention mask leaves out do
     not count either. So padding with zeros, or behind a mask, changes no key.
     """
+    if batch.keys is not None:
+        return batch.keys
     size = len(batch)
     mask = mask_of(batch)
     total: Tensor | None = None

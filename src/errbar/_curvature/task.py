@@ -15,10 +15,12 @@ from torch import Tensor
 
 from errbar._curvature.fisher import Fisher, LogitWeights, ScoreWeights, Weights
 from errbar._curvature.layout import Layout
+from errbar._curvature.positions import Positions
 from errbar._curvature.scores import ScoreDraws
 from errbar._derivative.route import Route
 from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
 from errbar._model.network import Network, Output, described_output, require_output
+from errbar._model.positions import HeadNetwork, PositionsNetwork
 from errbar._model.selection import Selection, require_selection_on
 from errbar.errors import ArgumentError, MismatchError, ModelError
 
@@ -34,7 +36,7 @@ class Task:
     batches; a file has neither. `unpack` reads later batches as it read those of the fit, and `batch_form` is the form
     that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
     `scores` are the draws of `fisher="sampled"`. `parts` are the tasks of a mixed structure (`_curvature.mixed`), each
-    about some of the parameters, with a route of its own.
+    about some of the parameters, with a route of its own. `positions` say how those of an input count, if it has any.
     """
 
     network: Network
@@ -51,6 +53,7 @@ class Task:
     batch_form: Form | None = None
     scores: ScoreDraws | None = None
     parts: tuple[Task, ...] = ()
+    positions: Positions | None = None
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,8 +70,17 @@ class Task:
             return LogitWeights(logits, self.fisher)
         return ScoreWeights(len(logits), self.scores.draws, logits.device)
 
+    def require_single_output(self, what: str) -> None:
+        """Refuse what positions have none of."""
+        if self.positions is not None:
+            raise ArgumentError(
+                f"{what} is not there with outputs='positions', where every position of an input is classified; expected "
+                "a posterior of outputs='classes'. posterior.logits(x) and predict(x) have all positions."
+            )
+
     def on(self, network: Network) -> Task:
         """The same task about a model that must have these parameters, in these layers."""
+        network = positions_view(network, self.positions)
         require_selection_on(network, self.selection)
         if self.route is not None:
             self.route.require_on(network, self.selection)
@@ -87,6 +99,7 @@ class Task:
             "fisher": self.fisher,
             "draws and seed": str(self.scores),
             "number of classes": str(self.n_classes),
+            "positions": str(self.positions),
             "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
             "rank of the sketch": str(self.rank),
@@ -101,12 +114,21 @@ class Task:
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
             ("number of classes", self.n_classes, other.n_classes),
+            ("positions", self.positions, other.positions),
             ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
             ("outputs of the model", described_output(self.network.output), described_output(other.network.output)),
         ):
             if first != second:
                 values = "" if name == "parameters" else f": {first} and {second}"
                 raise MismatchError(f"Information of different {name} cannot be combined{values}.")
+
+
+def positions_view(network: Network, positions: Positions | None) -> Network:
+    """A network as what is known of its positions says that it is looked at."""
+    if positions is None or not network.has_model or isinstance(network, HeadNetwork):
+        return network
+    whole = network if isinstance(network, PositionsNetwork) else PositionsNetwork(network.model, network.output)
+    return whole if positions.head is None else HeadNetwork(whole, positions.head)
 
 
 def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:

@@ -33,7 +33,7 @@ class Covariance(Protocol):
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         """Var(g_i − g_j) for i ≠ j; the diagonal has no meaning."""
 
-    def __getitem__(self, rows: slice) -> Covariance: ...
+    def __getitem__(self, rows: slice | Tensor) -> Covariance: ...
 
     def __mul__(self, number: float) -> Covariance: ...
 
@@ -78,7 +78,7 @@ class FullCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.variance()) - 2 * self.values
 
-    def __getitem__(self, rows: slice) -> FullCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> FullCovariance:
         return FullCovariance(self.values[rows])
 
     def __mul__(self, number: float) -> FullCovariance:
@@ -133,7 +133,7 @@ class DiagonalCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.values)
 
-    def __getitem__(self, rows: slice) -> DiagonalCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> DiagonalCovariance:
         return DiagonalCovariance(self.values[rows])
 
     def __mul__(self, number: float) -> DiagonalCovariance:
@@ -193,7 +193,7 @@ class FactoredCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.variance()) - 2 * self.matrix()
 
-    def __getitem__(self, rows: slice) -> FactoredCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> FactoredCovariance:
         return replace(self, weights=self.weights[rows])
 
     def __mul__(self, number: float) -> FactoredCovariance:
@@ -262,7 +262,7 @@ class DrawnCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.variance()) - 2 * self.matrix()
 
-    def __getitem__(self, rows: slice) -> DrawnCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> DrawnCovariance:
         return DrawnCovariance(self.deviations[rows])
 
     def __mul__(self, number: float) -> DrawnCovariance:

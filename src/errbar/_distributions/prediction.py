@@ -11,7 +11,7 @@ from torch import Tensor
 
 from errbar._base.execution import plain_execution
 from errbar._distributions.sampling import (
-    GaussianSampler,
+    Replicable,
     Sampler,
     blocks,
     covariance_of_draws,
@@ -82,7 +82,7 @@ class Prediction:
         NaN where the draws cannot show it: from one sample, or from one antithetic pair.
         """
         sampler = self.sampler
-        if isinstance(sampler, GaussianSampler) and sampler.draws == "sobol":
+        if isinstance(sampler, Replicable) and sampler.draws == "sobol":
             pmfs = [Prediction.from_sampler(other).pmf for other in sampler.replicates(_REPLICATES)]
             return torch.stack(pmfs, 2).var(2).sqrt()
         error = error_of_pairs if sampler.draws == "antithetic" else error_of_draws

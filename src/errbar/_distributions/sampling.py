@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -144,6 +144,13 @@ class Sampler(Protocol):
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]: ...
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]: ...
+
+
+@runtime_checkable
+class Replicable(Protocol):
+    """A sampler that can draw again."""
+
+    def replicates(self, count: int) -> Iterator[Sampler]: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from errbar._base.container import Contents
 from errbar._base.json_fields import Fields
 from errbar._curvature.fisher import Fisher
 from errbar._curvature.mixture import is_mixture
+from errbar._curvature.positions import Positions, scores_of_positions
 from errbar._curvature.registry import require_structure, structure_called, structure_names
 from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.structure import Description, Tensors
@@ -62,9 +63,11 @@ def task_description(task: Task) -> Description:
     scores = {} if task.scores is None else {"scores": asdict(task.scores)}
     plans = [route_description(part.route) | {"rank": part.rank} for part in task.parts]
     parts = {"parts": plans} if plans else {}
+    positions = {} if task.positions is None else {"positions": asdict(task.positions)}
     return (
         scores
         | parts
+        | positions
         | {
             "weights": task.network.fingerprint,
             "dtype": _name(task.network.dtype),
@@ -109,7 +112,9 @@ def read_task(fields: Fields) -> Task:
         precision,
         batch_form=_read_form(fields),
         scores=_read_scores(fields, fisher),
+        positions=_read_positions(fields),
     )
+    task = replace(task, scores=scores_of_positions(task.scores, task.positions, n_classes))
     plan = fields.part("plan")
     return _with_parts(task, fields) if is_mixture(structure) else _with_route(task, plan)
 
@@ -148,6 +153,18 @@ def _read_scores(fields: Fields, fisher: str) -> ScoreDraws | None:
         return None
     part = fields.part("scores")
     return ScoreDraws(part.whole("draws", 1), part.whole("seed"))
+
+
+def _read_positions(fields: Fields) -> Positions | None:
+    """How positions count; files of other outputs have no such field."""
+    if "positions" not in fields:
+        return None
+    part = fields.part("positions")
+    head = part.text("head") if "head" in part else None
+    share = part.number("share", least=0)
+    if not 0 < share <= 1:
+        raise DamagedFileError(f"{fields.where} counts a share of {share!r} of the positions.")
+    return Positions(head, share, part.whole("seed"), part.whole("ignore_index", -(2**63)))
 
 
 def _saved_output(output: Output) -> Description | None:

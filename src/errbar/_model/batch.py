@@ -43,13 +43,15 @@ _UNFIT = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 class Batch:
     """Arguments for one call of the model; `labels` as the user gave them, not yet checked.
 
-    `form` is what the batch was before it was read.
+    `form` is what the batch was before it was read. `keys` know the samples where their numbers do not: positions of
+    an input, whose numbers are what a network made of it.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     labels: Any = None
     form: Form = "tensor"
+    keys: Int[Tensor, "B"] | None = None
 
     @property
     def _is_one_tensor(self) -> bool:
@@ -80,7 +82,7 @@ class Batch:
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same call with `function` applied to each tensor in its arguments."""
         if self._is_one_tensor:
-            return Batch((function(self.args[0]),), self.kwargs, self.labels, self.form)
+            return Batch((function(self.args[0]),), self.kwargs, self.labels, self.form, self.keys)
         args, kwargs = _mapped((self.args, self.kwargs), lambda leaf: _applied(function, leaf))
         return replace(self, args=args, kwargs=kwargs)
 
@@ -97,7 +99,8 @@ class Batch:
         labels = self.labels
         if isinstance(labels, Tensor) and labels.ndim > 0:
             labels = labels[start:stop]
-        return replace(self, args=args, kwargs=kwargs, labels=labels)
+        keys = None if self.keys is None else self.keys[start:stop]
+        return replace(self, args=args, kwargs=kwargs, labels=labels, keys=keys)
 
     def parts(self, size: int) -> Iterator[Batch]:
         """The samples in parts of `size`; the last may be smaller."""

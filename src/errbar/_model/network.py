@@ -257,9 +257,21 @@ class Network:
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""
         if values is None:
-            return as_logits(run(self.replica(), batch), len(batch), self.output)
+            return self.as_logits(run(self.replica(), batch), len(batch))
         result = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
-        return as_logits(result, len(batch), self.output)
+        return self.as_logits(result, len(batch))
+
+    def as_logits(self, result: Any, size: int) -> Float[Tensor, "B M"]:
+        """The logits in what the model returned for a batch of `size`."""
+        return as_logits(result, size, self.output)
+
+    def prepare_whole(self, batch: Batch, checks: Checks) -> Batch:
+        """`prepare`, for a call of the whole model: where only its last layer is looked at, the inputs differ."""
+        return self.prepare(batch, checks)
+
+    def on_other(self, model: nn.Module) -> Network:
+        """The same view of another model."""
+        return type(self)(model, self.output)
 
     def observed(self, batch: Batch) -> Observation:
         """One pass of a prepared batch through all modules, noting each call as it ends."""
@@ -283,7 +295,7 @@ class Network:
         with _refused({id(part) for part in self.module.modules()}):
             start = time.perf_counter()
             result, seconds = timed(lambda: run(replica, batch), self.device)
-        logits = as_logits(result, size, self.output)
+        logits = self.as_logits(result, size)
         returning = frozenset(name for name, output in last.items() if output() is logits)
         return Observation(logits, tuple(events), returning, seconds)
 

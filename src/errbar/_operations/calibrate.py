@@ -18,7 +18,7 @@ from errbar._operations.held_out import read_held_out
 from errbar._operations.question import NAMES, OBJECTIVES, TWO
 from errbar._operations.search import best_calibration
 from errbar._posterior.posterior import Posterior, require_posterior
-from errbar._posterior.pushing import affordable_draws
+from errbar._posterior.pushing import held_draws
 from errbar.errors import ArgumentError, CalibrationWarning
 
 
@@ -71,7 +71,7 @@ def calibrate(
     team = team_of(group)
     names = team.together(lambda: _require_question(posterior, objective, fit))
     posterior.require_ready(team)
-    samples = affordable_draws(posterior.information.n_classes, team.together(lambda: require_samples(samples)))
+    samples = held_draws(posterior.information.task, team.together(lambda: require_samples(samples)))
     start = posterior.calibration
     team.require_same(start.described() | {"objective": objective, "fit": names, "samples": samples, "seed": seed})
     held_out = read_held_out(posterior, data, unpack or posterior.unpack, progress, team, samples, seed)

@@ -25,8 +25,9 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, Unpack, checked_labels
 from errbar._operations.overlap import Overlap
+from errbar._operations.position_rows import chosen_positions
 from errbar._posterior.posterior import Posterior
-from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
+from errbar._posterior.pushing import held_draws, keeps_draws, require_room
 from errbar.errors import DataError
 
 # Bytes of the samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
@@ -206,6 +207,9 @@ def held_out_of(posterior: Posterior, stream: Iterator[Batch], samples: int, see
     plain = posterior.uncalibrated()
     gaussians: list[LogitGaussian] = []
     labels: list[Tensor] = []
+    if posterior.information.task.positions is not None:
+        gaussians, labels = chosen_positions(posterior, stream, samples, seed)
+        return held_out_of_gaussians(gaussians, labels) if gaussians else None
     for batch in stream:
         require_room(posterior.information.task, sum(map(len, gaussians)), len(batch), samples)
         gaussian = plain.sampling_logits(batch, samples, seed)
@@ -229,7 +233,7 @@ def held_out_of_gaussians(gaussians: Sequence[LogitGaussian], labels: Sequence[I
 
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:
     """−(1/N) Σ_n ln f_y, finite even where a probability would underflow."""
-    samples = affordable_draws(posterior.information.n_classes, samples)
+    samples = held_draws(posterior.information.task, samples)
     total, count = 0.0, 0
     for batch in data:
         part = held_out_of(posterior, iter([batch]), samples, seed)

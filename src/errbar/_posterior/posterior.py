@@ -28,6 +28,7 @@ from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar._distributions.positions import PositionLogits
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import (
     GivenSampler,
@@ -37,10 +38,12 @@ from errbar._distributions.sampling import (
     standard_normal,
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
-from errbar._model.network import Network, Output, require_finite_logits
+from errbar._model.network import Output, require_finite_logits, unwrap
+from errbar._model.positions import IGNORE_INDEX, HeadNetwork, with_shapes_of_model
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
 from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
 from errbar._posterior.information import Information
+from errbar._posterior.positions import DRAWS, leading_shape, logits_of_positions, prediction_by_parameters
 from errbar._posterior.prior import Prior
 from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
 from errbar._posterior.width import warn_of_width
@@ -113,14 +116,27 @@ class Posterior:
         """P in float64, without calibration."""
         return self.factor.covariance.clone()
 
-    def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
+    def logits(
+        self, x: Any, *, top: int | None = None, unpack: Unpack | None = None
+    ) -> LogitGaussian | PositionLogits:
         """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
 
         With `top`, of that many classes of each input alone, those with the largest means in falling order, which
         `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes; with
         softening at the cost of all classes, on which T(x) depends.
         """
+        if self.information.task.positions is not None:
+            if top is not None:
+                raise ArgumentError("top= picks classes of an input, and here every position has its own; leave it out.")
+            return self.position_logits(x, DRAWS, unpack=unpack)
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
+
+    def position_logits(
+        self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None
+    ) -> PositionLogits:
+        """N(ĝ/T(x), T_c P^g/T(x)²) of every position; behind the last layer by so many draws of the parameters."""
+        task = self.information.task
+        return logits_of_positions(task, self.factor, self.calibration, x, unpack, samples, seed)
 
     def unrounded_logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
@@ -129,6 +145,7 @@ class Posterior:
         samples are drawn before the covariance is rounded to the dtype of results.
         """
         task = self.information.task
+        task.require_single_output("The logits of an input as a whole")
         if top is not None:
             require_top(top, task.n_classes)
         if is_stream(x):
@@ -148,6 +165,7 @@ class Posterior:
         everything after the network itself that it is computed from, is always float64.
         """
         task = self.information.task
+        task.require_single_output("The covariance between frames")
         with plain_execution(task.network.device):
             checks, batch = self._prepared(frames, unpack)
             joint = structure_called(task.structure).joint(task, self.factor, batch)
@@ -172,6 +190,8 @@ class Posterior:
                 the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
                 end. A tensor or a mapping of another form goes to the model as it is.
         """
+        if self.information.task.positions is not None:
+            return self.position_logits(x, samples, seed, unpack=unpack).predict(samples, seed, draws=draws)
         if draws == "random":
             return self.sampling_logits(x, samples, seed, unpack=unpack).predict(samples, seed)
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
@@ -192,6 +212,7 @@ class Posterior:
         """
         require_samples(samples)
         require_seed(seed)
+        self.information.task.require_single_output("The logits of an input as a whole")
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
             return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
@@ -236,7 +257,8 @@ class Posterior:
         network.require_unchanged()
         values = self.information.selection.values(network.module)
         draws = self.information.selection.unflatten(self._drawn_vectors(samples, seed, scale=1.0))
-        return {name: draws[name].to(value.dtype) for name, value in values.items()}
+        in_shape = with_shapes_of_model(draws, network)
+        return {name: in_shape[name].to(value.dtype) for name, value in values.items()}
 
     def _drawn_vectors(self, samples: int, seed: int, *, scale: float) -> Float[Tensor, "K n"]:
         center = self.information.selection.flatten(self.information.network.module)
@@ -257,10 +279,12 @@ class Posterior:
         dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
         with plain_execution(network.device):
             checks = Checks(network.device)
-            batch = network.prepare(input_batch(x, unpack or self.unpack), checks)
+            whole = network.prepare_whole(input_batch(x, unpack or self.unpack), checks)
+            batch = network.rows(whole)[0] if isinstance(network, HeadNetwork) else whole
             network.logits(batch)  # an input that the model cannot take is reported by this call
             T: float | Tensor = self.temperature
             if self.softening > 0:
+                self.information.task.require_single_output("Softening of the whole network")
                 spread = self.uncalibrated().unrounded_logits(batch).contrast_variance
                 T = self.calibration.temperatures(spread).to(network.dtype)[:, None]
             draws = []
@@ -270,6 +294,9 @@ class Posterior:
                 require_finite_logits(logits, checks)
                 draws.append(logits.to(network.dtype) / T)
             checks.finish()
+            if self.information.task.positions is not None:
+                leading = leading_shape(self.information.task, whole)
+                return prediction_by_parameters(torch.stack(draws, 2), leading, self.information.n_classes)
         return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(draws, 2))))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
@@ -310,7 +337,8 @@ class Posterior:
         """Whether the stream is so short that the recursion is cheaper than a factorisation; and the stream itself."""
         batches: list[Batch] = []
         count = 0
-        while team.is_alone and self.factor.can_recurse(count):
+        has_rows = self.information.task.positions is None
+        while has_rows and team.is_alone and self.factor.can_recurse(count):
             batch = next(stream, None)
             if batch is None:
                 return bool(batches), iter(batches)
@@ -369,8 +397,8 @@ class Posterior:
         target = torch.empty(0, device=device).device
         network = self.information.network
         is_there = next(network.module.parameters()).device == target
-        target_network = Network(
-            network.model if is_there else copy.deepcopy(network.module).to(target), network.output
+        target_network = network.on_other(
+            network.model if is_there else copy.deepcopy(unwrap(network.model)).to(target)
         )
         if not target_network.same_weights(network):
             raise WeightsChangedError(
@@ -520,6 +548,9 @@ def fit(
     every: int = DEFAULT_EVERY,
     group: Any = None,
     progress: bool = False,
+    outputs: str = "classes",
+    positions: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Posterior:
     """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior.
 
@@ -539,6 +570,9 @@ def fit(
         output=output,
         checkpoint=checkpoint,
         every=every,
+        outputs=outputs,
+        positions=positions,
+        ignore_index=ignore_index,
     )
     information, first = collected(request, data, group=group, progress=progress)
     posterior = condition(information, Prior() if prior is None else prior)

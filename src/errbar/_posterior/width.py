@@ -97,6 +97,8 @@ def _sums(team: Team, posterior: Predictor, first: Batch | None) -> tuple[int, i
 def _comparison(posterior: Predictor, first: Batch) -> tuple[int, int, float]:
     """The same of the first inputs of a batch; zeros where there are too few, or where it would take long."""
     task = posterior.information.task
+    if task.positions is not None:
+        return 0, 0, 0.0
     size = min(len(first), _inputs_within(task))
     if size < _FEWEST:
         return 0, 0, 0.0
