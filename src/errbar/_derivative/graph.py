@@ -69,7 +69,7 @@ class Graph:
             part.register_forward_pre_hook(begin(name), prepend=True)
             part.register_forward_hook(end(name))
         with torch.enable_grad():
-            logits = as_logits(run(replica, batch, leaves), len(batch), network.output)
+            logits = as_logits(run(replica, batch, leaves), len(batch), network.output, network.kind)
         ends = {name: max(stop for _, stop in spans) for name, spans in calls.items()}
         graph = Graph(logits, leaves, calls, ends)
         if not graph.used():

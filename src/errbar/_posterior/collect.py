@@ -16,7 +16,6 @@ from operator import add
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks, require_option
@@ -31,8 +30,9 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, kept_unpack
+from errbar._model.batch import Batch, Unpack, count_batches, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
+from errbar._model.outputs import require_outputs
 from errbar._model.selection import require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
 from errbar._planning.notice import tell_of_fit
@@ -58,6 +58,7 @@ def collect(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -90,6 +91,8 @@ def collect(
         unpack: a function from a batch to (args, kwargs, labels), for batches of any other form. The result keeps it,
             and reads later batches with it unless given another.
         output: where the logits are if the model returns more than them: a position, a key, or a function of it.
+        outputs: what the logits mean: "classes", one of M by a softmax; or "labels", L that are true or false by a
+            sigmoid each, with labels (B, L) of 0, 1 and −1 for a missing one, which then adds no information.
         checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
             other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
             file, with its number at the end of the name.
@@ -110,6 +113,7 @@ def collect(
         precision=precision,
         unpack=unpack,
         output=output,
+        outputs=outputs,
         checkpoint=checkpoint,
         every=every,
     )
@@ -151,6 +155,7 @@ class Request:
     precision: str | None = None
     unpack: Unpack | None = None
     output: Output = None
+    outputs: str = "classes"
     checkpoint: str | os.PathLike[str] | None = None
     every: int = DEFAULT_EVERY
 
@@ -163,11 +168,12 @@ class Request:
 
             file = require_checkpoint(self.checkpoint, self.every, rank=rank, ranks=ranks)
         require_fisher(self.fisher)
+        kind = require_outputs(self.outputs)
         require_draws(self.draws)
         require_seed(self.seed)
         require_structure(self.structure)
         require_option("precision", self.precision, (None, "float64"))
-        return file, Network(self.model, self.output)
+        return file, Network(self.model, self.output, kind)
 
     def task(self, network: Network, first: Batch, size: int) -> tuple[Task, Batch]:
         """The task without its route, and the first batch prepared; batches are expected to have `size`."""
@@ -187,7 +193,7 @@ class Request:
                 batch_size=size,
                 unpack=kept_unpack(self.unpack, form),
                 batch_form=form,
-                scores=ScoreDraws(self.draws, self.seed) if self.fisher == "sampled" else None,
+                scores=ScoreDraws(self.draws, self.seed, network.kind) if self.fisher == "sampled" else None,
             )
             del inspection  # the graph behind it
             if task.structure == "auto":
@@ -315,15 +321,29 @@ class _Pass:
     def add(self, batch: Batch) -> None:
         network, checks = self.task.network, self.checks
         with plain_execution(network.device):
-            prepared = network.prepare(batch, checks)
+            prepared = self._with_labels(network.prepare(batch, checks))
             logits = self.accumulator.add_batch(prepared)
             self.seen.add(prepared)
             require_finite_logits(logits, checks)
-            if self.likelihood is not None and batch.labels is not None:
-                self.likelihood = self.likelihood + _label_likelihood(logits, batch.labels, checks)
+            if self.likelihood is not None and prepared.labels is not None:
+                self.likelihood = self.likelihood + network.kind.log_likelihood(logits, prepared.labels).sum()
             else:
                 self.likelihood = None
             self.count += len(batch)
+
+    def _with_labels(self, prepared: Batch) -> Batch:
+        """The batch with its labels as the kind of outputs reads them."""
+        network = self.task.network
+        if prepared.labels is None:
+            return prepared
+        labels = network.kind.labels_of(
+            prepared.labels,
+            size=len(prepared),
+            columns=self.task.n_classes,
+            device=network.device,
+            checks=self.checks,
+        )
+        return replace(prepared, labels=labels)
 
     def finish(self, *, may_be_empty: bool = False) -> Information:
         if self.count == 0 and not may_be_empty:
@@ -369,10 +389,3 @@ def collect_several(
         begin = time.perf_counter()
         results.append((one.finish(), seconds[index] + time.perf_counter() - begin))
     return results
-
-
-def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any, checks: Checks) -> Float[Tensor, ""]:
-    values = checked_labels(labels, size=len(logits), classes=logits.shape[1], device=logits.device, checks=checks)
-    log_probability = torch.log_softmax(logits.double(), 1)
-    # A label out of range is reported by `checks`; it must not stop the device before that.
-    return log_probability.gather(1, values.clamp(0, logits.shape[1] - 1)[:, None]).sum()

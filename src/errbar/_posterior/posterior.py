@@ -28,16 +28,17 @@ from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.prediction import Prediction, prediction_of
 from errbar._distributions.sampling import (
     GivenSampler,
+    probabilities_,
     require_samples,
     require_seed,
-    softmax_over_classes_,
     standard_normal,
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.network import Network, Output, require_finite_logits
+from errbar._model.outputs import CLASSES
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
 from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
 from errbar._posterior.information import Information
@@ -102,6 +103,7 @@ class Posterior:
             "parameters": task.selection.names,
             "structure": task.structure,
             "fisher": task.fisher,
+            **({} if task.kind == CLASSES else {"outputs": task.kind.name}),
             "dtype": str(task.dtype),
             "prior": self.prior.described(),
             "calibration": str(self.calibration.described()),
@@ -148,6 +150,7 @@ class Posterior:
         everything after the network itself that it is computed from, is always float64.
         """
         task = self.information.task
+        task.require_classes("joint_logits")
         with plain_execution(task.network.device):
             checks, batch = self._prepared(frames, unpack)
             joint = structure_called(task.structure).joint(task, self.factor, batch)
@@ -203,7 +206,7 @@ class Posterior:
             require_finite_logits(mean, checks)
             checks.finish()
             deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-        drawn = LogitGaussian(mean, DrawnCovariance(deviations)).calibrated(self.calibration)
+        drawn = LogitGaussian(mean, DrawnCovariance(deviations), kind=task.kind).calibrated(self.calibration)
         return drawn.of_origin(self.fingerprint)
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
@@ -215,7 +218,7 @@ class Posterior:
             gaussians = structure.top_gaussians(task, self.factor, batch, top)
         for gaussian in gaussians:
             require_finite_logits(gaussian.mean, checks)
-            calibrated = gaussian.calibrated(self.calibration)
+            calibrated = gaussian.of_kind(task.kind).calibrated(self.calibration)
             if top is not None and gaussian.classes is None:
                 calibrated = calibrated.of_classes(TopClasses(top).classes(gaussian.mean))
             yield calibrated
@@ -262,7 +265,8 @@ class Posterior:
             T: float | Tensor = self.temperature
             if self.softening > 0:
                 spread = self.uncalibrated().unrounded_logits(batch).contrast_variance
-                T = self.calibration.temperatures(spread).to(network.dtype)[:, None]
+                T = self.calibration.temperatures(spread).to(network.dtype)
+                T = T[:, None] if network.kind.has_gauge else T
             draws = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
@@ -270,7 +274,8 @@ class Posterior:
                 require_finite_logits(logits, checks)
                 draws.append(logits.to(network.dtype) / T)
             checks.finish()
-        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(draws, 2))))
+        values = probabilities_(torch.stack(draws, 2), network.kind)
+        return prediction_of(GivenSampler(values, network.kind))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
@@ -370,7 +375,7 @@ class Posterior:
         network = self.information.network
         is_there = next(network.module.parameters()).device == target
         target_network = Network(
-            network.model if is_there else copy.deepcopy(network.module).to(target), network.output
+            network.model if is_there else copy.deepcopy(network.module).to(target), network.output, network.kind
         )
         if not target_network.same_weights(network):
             raise WeightsChangedError(
@@ -516,6 +521,7 @@ def fit(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -537,6 +543,7 @@ def fit(
         precision=precision,
         unpack=unpack,
         output=output,
+        outputs=outputs,
         checkpoint=checkpoint,
         every=every,
     )
@@ -557,7 +564,8 @@ def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussia
         for part in parts:
             require_finite_logits(part[0].mean, checks)
         checks.finish()
-    return [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+    whole = [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+    return [gaussian.of_kind(task.kind) for gaussian in whole]
 
 
 def require_posterior(value: object) -> None:
