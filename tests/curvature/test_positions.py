@@ -189,9 +189,7 @@ def test_a_share_of_the_positions_has_the_same_mean_and_can_be_forgotten() -> No
     model, (x, y) = tagger(), sentences(40, ignored=False)
     whole = errbar.collect(model, [(x, y)], last_layers=1, outputs="positions").dense()
     seeds = range(30)
-    parts = [
-        errbar.collect(model, [(x, y)], last_layers=1, outputs="positions", positions=0.25, seed=s) for s in seeds
-    ]
+    parts = [errbar.collect(model, [(x, y)], last_layers=1, outputs="positions", positions=0.25, seed=s) for s in seeds]
     mean = torch.stack([part.dense().diagonal() for part in parts])
     error = mean.std(0) / math.sqrt(len(seeds))
     assert bool(((mean.mean(0) - whole.diagonal()).abs() < 5 * error + 1e-9).all())
@@ -332,7 +330,7 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(errbar.errors.ModelError, match=r"with outputs='positions' expected"):
         fit(nn.Linear(2, 3), [torch.randn(4, 2)], last_layers=1, outputs="positions")
     posterior = fit(model, [(x, y)], last_layers=1, outputs="positions")
-    with pytest.raises(errbar.errors.ArgumentError, match="is not there with outputs='positions'"):
+    with pytest.raises(errbar.errors.ArgumentError, match="fitted with outputs='positions'"):
         posterior.joint_logits(x)
     with pytest.raises(errbar.errors.ArgumentError, match="Predict batch by batch"):
         posterior.predict(iter([x]))

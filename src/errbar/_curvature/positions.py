@@ -85,11 +85,8 @@ class PositionScores(ScoreDraws):
         flat = logits.reshape(-1, self.classes)
         leading = (len(logits), len(flat) // len(logits))
         keep, _, keys = self.positions.counted(batch, leading, self.classes)
-        probability = torch.softmax(flat.double(), 1)
-        scores = -probability.repeat(self.draws, 1, 1)
-        labels = self.labels(keys.flatten(), flat)
-        scores.scatter_add_(2, labels.T[..., None], torch.ones_like(scores[..., :1]))
-        scores *= keep.flatten()[None, :, None] / math.sqrt(self.draws * self.positions.share)
+        scores = self.kind.scores(flat, self.labels(keys.flatten(), flat), None)
+        scores = scores * keep.flatten()[None, :, None] / math.sqrt(self.draws * self.positions.share)
         return scores.reshape(self.draws, *logits.shape)
 
 
@@ -97,7 +94,7 @@ def scores_of_positions(scores: ScoreDraws | None, positions: Positions | None, 
     """The draws of a network whose positions count so: of each input together where parameters are further back."""
     if scores is None or positions is None or positions.head is not None:
         return scores
-    return PositionScores(scores.draws, scores.seed, classes=classes, positions=positions)
+    return PositionScores(scores.draws, scores.seed, scores.kind, classes=classes, positions=positions)
 
 
 def position_keys(batch: Batch, leading: tuple[int, ...]) -> Int[Tensor, "B *S"]:

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from errbar._curvature.fisher import Fisher, LogitWeights, ScoreWeights, Weights
+from errbar._curvature.fisher import Fisher, RootedWeights, ScoreWeights, Weights, fisher_form, logit_weights
 from errbar._curvature.layout import Layout
 from errbar._curvature.positions import Positions
 from errbar._curvature.scores import ScoreDraws
 from errbar._derivative.route import Route
 from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
 from errbar._model.network import Network, Output, described_output, require_output
+from errbar._model.outputs import CLASSES, POSITIONS, OutputKind
 from errbar._model.positions import HeadNetwork, PositionsNetwork
 from errbar._model.selection import Selection, require_selection_on
 from errbar.errors import ArgumentError, MismatchError, ModelError
@@ -64,18 +65,48 @@ class Task:
         """How the logits are differentiated: one route, or one for each part."""
         return tuple(part.route for part in self.parts) or (self.route,)
 
-    def weights(self, logits: Float[Tensor, "B M"]) -> Weights:
-        """Λ of some samples, in what is differentiated: the logits, or with `sampled` the drawn scores."""
+    @property
+    def kind(self) -> OutputKind:
+        """What the outputs of the network mean."""
+        return self.network.kind
+
+    @property
+    def fisher_form(self) -> Fisher:
+        """The form that Λ has: "eta" where it is diagonal, "ggn" where the logits have a gauge, or "sampled"."""
+        return fisher_form(self.kind, self.fisher)
+
+    def weights(self, logits: Float[Tensor, "B M"], labels: Int[Tensor, "B *L"] | None = None) -> Weights:
+        """Λ of some samples, in what is differentiated: the logits, or with `sampled` the drawn scores.
+
+        `labels` are those of these samples, as `kind` reads them.
+        """
         if self.scores is None:
-            return LogitWeights(logits, self.fisher)
+            return self.logit_weights(logits, labels)
         return ScoreWeights(len(logits), self.scores.draws, logits.device)
 
-    def require_single_output(self, what: str) -> None:
-        """Refuse what positions have none of."""
+    def logit_weights(self, logits: Float[Tensor, "B M"], labels: Int[Tensor, "B *L"] | None = None) -> RootedWeights:
+        """Λ in the logits themselves, which is not drawn."""
+        return logit_weights(self.kind, self.fisher, logits, labels)
+
+    @property
+    def outputs(self) -> str:
+        """What the outputs are, as `outputs=` names it."""
+        return self.kind.name if self.positions is None else POSITIONS
+
+    def require_classes(self, name: str) -> None:
+        """Refuse, in the name of what has only been made for one of M classes."""
+        if self.outputs != CLASSES.name:
+            raise ArgumentError(
+                f"{name} is for one of M classes, and this posterior was fitted with outputs='{self.outputs}'; "
+                "expected one that was fitted with outputs='classes'."
+            )
+
+    def require_no_positions(self) -> None:
+        """Refuse what gives each input one Gaussian."""
         if self.positions is not None:
             raise ArgumentError(
-                f"{what} is not there with outputs='positions', where every position of an input is classified; expected "
-                "a posterior of outputs='classes'. posterior.logits(x) and predict(x) have all positions."
+                "With outputs='positions' every position of an input has a Gaussian of its own; expected "
+                "posterior.logits(x) or predict(x), which have all of them, or a posterior of outputs='classes'."
             )
 
     def on(self, network: Network) -> Task:
@@ -96,7 +127,8 @@ class Task:
             "weights (fingerprint)": self.network.fingerprint,
             "parameters": ", ".join(self.selection.names),
             "structure": self.structure,
-            "fisher": self.fisher,
+            "fisher": self.fisher_form,
+            "kind of outputs": self.outputs,
             "draws and seed": str(self.scores),
             "number of classes": str(self.n_classes),
             "positions": str(self.positions),
@@ -109,7 +141,8 @@ class Task:
     def require_same_kind(self, other: Task) -> None:
         """Raise `MismatchError` unless sums of the two can be added."""
         for name, first, second in (
-            ("fisher", self.fisher, other.fisher),
+            ("outputs", self.outputs, other.outputs),
+            ("fisher", self.fisher_form, other.fisher_form),
             ("draws and seed", self.scores, other.scores),
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
@@ -140,10 +173,11 @@ class AbsentNetwork(Network):
 
     has_model = False
 
-    def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None) -> None:
+    def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None, kind: OutputKind = CLASSES) -> None:
         self.fingerprint = fingerprint
         self.dtype = dtype
         self.output = output
+        self.kind = kind
         self.device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -159,7 +193,7 @@ class AbsentNetwork(Network):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint, "dtype": self.dtype, "output": self.output}
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype, "output": self.output, "kind": self.kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

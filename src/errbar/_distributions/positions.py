@@ -18,6 +18,7 @@ from torch import Tensor
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import BLOCK_BYTES, GaussianSampler, mean_over_draws, require_samples, require_seed
+from errbar._model.outputs import CLASSES, OutputKind
 
 # From the first row to the one after the last: the Gaussians of some positions, calibrated.
 GaussiansOf = Callable[[int, int], LogitGaussian]
@@ -38,6 +39,7 @@ class PositionSampler:
     seed: int
     draws: str
     like: Tensor
+    kind: OutputKind = CLASSES
     # The sampler of the last rows that were asked for, by where they start; statistics ask for neighbours.
     _last: dict[int, GaussianSampler] = field(default_factory=dict, init=False, repr=False)
     _jitter: list[float] = field(default_factory=lambda: [0.0], init=False, repr=False)
@@ -81,7 +83,7 @@ class PositionSampler:
         if found is None:
             gaussian = self.gaussians_of(first, end)
             root, jitter = gaussian.form.sampling_root(gaussian.mean.dtype)
-            found = GaussianSampler.of(gaussian.mean, root, self.samples, self.seed, self.draws)
+            found = GaussianSampler.of(gaussian.mean, root, self.samples, self.seed, self.draws, self.kind)
             self._jitter[0] = max(self._jitter[0], jitter)
             self._last.clear()
             self._last[first] = found

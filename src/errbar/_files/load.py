@@ -61,6 +61,7 @@ class FileDescription:
     weights: str
     structure: str
     fisher: str
+    outputs: str
     dtype: str
     parameters: Mapping[str, tuple[int, ...]]
     n_parameters: int
@@ -219,7 +220,7 @@ def verify(path: Path, model: nn.Module | Sequence[nn.Module] | None = None) -> 
         if member.kind == "posterior":
             _factor(member, information, _prior(member, information))
         if own is not None:
-            information.about(Network(own))
+            information.about(Network(own, kind=information.network.kind))
     return description
 
 
@@ -446,6 +447,7 @@ def _description(contents: Contents) -> FileDescription:
         weights=task.network.fingerprint,
         structure=task.structure,
         fisher=task.fisher,
+        outputs=task.outputs,
         dtype=str(task.dtype).removeprefix("torch."),
         parameters=dict(zip(task.selection.names, task.selection.shapes, strict=True)),
         n_parameters=task.selection.n_parameters,

@@ -491,21 +491,13 @@ def checked_labels(
     Two classes may also be given as 0.0 and 1.0, with or without a trailing dimension, because binary cross-entropy,
     the loss of one-logit models, requires that.
     """
-    if labels is None:
-        raise LabelError(
-            "Labels are missing: expected batches (x, labels), or a mapping with 'labels'. Pass unpack= if the "
-            "labels are somewhere else in the batch."
-        )
-    try:
-        values = torch.as_tensor(labels).to(device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LabelError(f"Labels are {_describe(labels)}; expected integers 0 to {classes - 1}.") from error
+    values = labels_as_tensor(labels, device, f"integers 0 to {classes - 1}")
     if classes == 2 and values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.shape != (size,):
         raise LabelError(
             f"Labels have shape {tuple(values.shape)}; expected ({size},), one class number for each input. "
-            "Turn one-hot rows into class numbers with argmax(1)."
+            f"Turn one-hot rows into class numbers with argmax(1){_or_several(values, size, classes)}."
         )
     if values.is_complex():
         raise LabelError(f"Labels are {values.dtype}; expected integers 0 to {classes - 1}.")
@@ -522,6 +514,25 @@ def checked_labels(
         ),
     )
     return whole
+
+
+def labels_as_tensor(labels: Any, device: torch.device, expected: str) -> Tensor:
+    """The user's labels on `device`; `LabelError` if there are none, or if they are no numbers."""
+    if labels is None:
+        raise LabelError(
+            "Labels are missing: expected batches (x, labels), or a mapping with 'labels'. Pass unpack= if the "
+            "labels are somewhere else in the batch."
+        )
+    try:
+        return torch.as_tensor(labels).to(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LabelError(f"Labels are {_describe(labels)}; expected {expected}.") from error
+
+
+def _or_several(values: Tensor, size: int, classes: int) -> str:
+    """What else a table of labels with a column for each output may be."""
+    fits = values.shape in ((size, classes), (size, 1))
+    return "; or, if each output is a label by itself, pass outputs='labels'" if fits else ""
 
 
 def _describe(value: Any) -> str:

@@ -191,7 +191,9 @@ def _alone(part: nn.Module, name: str) -> nn.Module:
     outputs, inputs = weight.shape[:2]
     layer: nn.Module = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
     # A view of the same memory, so that a change is seen; a parameter itself where it is a matrix already.
-    matrix = weight if weight.ndim == 2 else nn.Parameter(weight.detach().reshape(outputs, inputs), weight.requires_grad)
+    matrix = (
+        weight if weight.ndim == 2 else nn.Parameter(weight.detach().reshape(outputs, inputs), weight.requires_grad)
+    )
     layer._parameters["weight"] = matrix
     if bias is not None:
         layer._parameters["bias"] = bias
@@ -241,4 +243,3 @@ def with_shapes_of_model(values: Mapping[str, Tensor], network: Network) -> Mapp
     if not isinstance(network, HeadNetwork):
         return values
     return {name: value.reshape(-1, *network.shape_of(name)) for name, value in values.items()}
-

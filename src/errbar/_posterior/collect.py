@@ -16,7 +16,6 @@ from operator import add
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks, require_option, whole_number
@@ -32,8 +31,9 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, kept_unpack
+from errbar._model.batch import Batch, Unpack, count_batches, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
+from errbar._model.outputs import POSITIONS, kind_called
 from errbar._model.positions import IGNORE_INDEX, HeadNetwork, PositionsNetwork, label_shape_error
 from errbar._model.selection import Selection, listed, require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
@@ -60,11 +60,11 @@ def collect(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
     progress: bool = False,
-    outputs: str = "classes",
     positions: float = 1.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Information:
@@ -95,6 +95,10 @@ def collect(
         unpack: a function from a batch to (args, kwargs, labels), for batches of any other form. The result keeps it,
             and reads later batches with it unless given another.
         output: where the logits are if the model returns more than them: a position, a key, or a function of it.
+        outputs: what the logits mean: "classes", one of M by a softmax; "labels", L that are true or false by a
+            sigmoid each, with labels (B, L) of 0, 1 and −1 for a missing one, which then adds no information; or
+            "positions", logits (B, T, M) of tokens or (B, M, H, W) of pixels, with a class number for each. Parameters
+            that are not all in the layer that returns these logits need `fisher="sampled"`.
         checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
             other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
             file, with its number at the end of the name.
@@ -118,9 +122,9 @@ def collect(
         precision=precision,
         unpack=unpack,
         output=output,
+        outputs=outputs,
         checkpoint=checkpoint,
         every=every,
-        outputs=outputs,
         positions=positions,
         ignore_index=ignore_index,
     )
@@ -162,9 +166,9 @@ class Request:
     precision: str | None = None
     unpack: Unpack | None = None
     output: Output = None
+    outputs: str = "classes"
     checkpoint: str | os.PathLike[str] | None = None
     every: int = DEFAULT_EVERY
-    outputs: str = "classes"
     positions: float = 1.0
     ignore_index: int = IGNORE_INDEX
 
@@ -177,14 +181,18 @@ class Request:
 
             file = require_checkpoint(self.checkpoint, self.every, rank=rank, ranks=ranks)
         require_fisher(self.fisher)
+        kind = kind_called(self.outputs)
         require_draws(self.draws)
         require_seed(self.seed)
         require_structure(self.structure)
         require_option("precision", self.precision, (None, "float64"))
-        if self.outputs != "positions" and (self.positions != 1.0 or self.ignore_index != IGNORE_INDEX):
-            raise ArgumentError("positions= and ignore_index= are for outputs='positions'; leave them out, or pass that.")
-        network = Network if self.outputs != "positions" else PositionsNetwork
-        return file, network(self.model, self.output)
+        if self.outputs != POSITIONS and (self.positions != 1.0 or self.ignore_index != IGNORE_INDEX):
+            raise ArgumentError(
+                "positions= and ignore_index= are for outputs='positions'; leave them out, or pass that."
+            )
+        if self.outputs == POSITIONS:
+            return file, PositionsNetwork(self.model, self.output)
+        return file, Network(self.model, self.output, kind)
 
     def task(self, network: Network, first: Batch, size: int) -> tuple[Task, Batch]:
         """The task without its route, and the first batch prepared; batches are expected to have `size`."""
@@ -205,7 +213,7 @@ class Request:
                     inspection = inspect(network, batch)
                     selection = inspection.selected(last_layers=None, parameters=selection.names)
             form = None if self.unpack is None else first.form
-            scores = ScoreDraws(self.draws, self.seed) if self.fisher == "sampled" else None
+            scores = ScoreDraws(self.draws, self.seed, network.kind) if self.fisher == "sampled" else None
             task = Task(
                 network,
                 selection,
@@ -230,8 +238,8 @@ class Request:
         head = network.head(batch, selection.names)
         if head is None and self.fisher != "sampled":
             raise ArgumentError(
-                f"fisher is {self.fisher!r} for parameters ({listed(selection.names)}) that are not all in the layer that "
-                "returns the logits, a linear one or a convolution of one by one. For others it would take a backward "
+                f"fisher is {self.fisher!r} for parameters ({listed(selection.names)}) that are not all in the layer "
+                "that returns the logits, a linear one or a convolution of one by one. For others it would take a backward "
                 "pass for each class of each position; expected fisher='sampled', which takes one for each draw.",
                 arguments={"fisher": (self.fisher, "sampled")},
             )
@@ -369,22 +377,23 @@ class _Pass:
         with plain_execution(network.device):
             prepared = network.prepare_whole(batch, checks)
             self.seen.add(prepared)
-            likelihood = self._added(prepared)
-            self.likelihood = None if self.likelihood is None or likelihood is None else self.likelihood + likelihood
+            logits, labels = self._added(prepared)
+            require_finite_logits(logits, checks)
+            if self.likelihood is not None and labels is not None:
+                self.likelihood = self.likelihood + network.kind.log_likelihood(logits, labels).sum()
+            else:
+                self.likelihood = None
             self.count += len(batch)
 
-    def _added(self, batch: Batch) -> Float[Tensor, ""] | None:
-        """Add a prepared batch; Σ ln f_y of its labels, if it has any."""
-        task, checks = self.task, self.checks
-        if task.positions is not None:
-            logits, labels = self._positions_added(batch, task.positions)
-        else:
-            logits, labels = self.accumulator.add_batch(batch), batch.labels
-        require_finite_logits(logits, checks)
-        return None if labels is None else _label_likelihood(logits, labels, checks)
+    def _added(self, batch: Batch) -> tuple[Float[Tensor, "R M"], Tensor | None]:
+        """Add a prepared batch: its logits and labels, as the kind of outputs reads them."""
+        if self.task.positions is not None:
+            return self._positions_added(batch, self.task.positions)
+        labelled = self._with_labels(batch)
+        return self.accumulator.add_batch(labelled), labelled.labels
 
     def _positions_added(self, batch: Batch, positions: Positions) -> tuple[Float[Tensor, "R M"], Tensor | None]:
-        """The same with the positions that count: their logits and labels."""
+        """The same with the positions that count."""
         task, network = self.task, self.task.network
         if isinstance(network, HeadNetwork):
             rows = positions.rows(network, batch, task.n_classes)
@@ -401,6 +410,20 @@ class _Pass:
         keep, labels, _ = every.counted(flat, (len(batch), len(logits) // len(batch)), task.n_classes)
         self.n_positions += int(keep.sum())
         return logits[keep.flatten()], None if labels is None else labels[keep]
+
+    def _with_labels(self, prepared: Batch) -> Batch:
+        """The batch with its labels as the kind of outputs reads them."""
+        network = self.task.network
+        if prepared.labels is None:
+            return prepared
+        labels = network.kind.labels_of(
+            prepared.labels,
+            size=len(prepared),
+            columns=self.task.n_classes,
+            device=network.device,
+            checks=self.checks,
+        )
+        return replace(prepared, labels=labels)
 
     def finish(self, *, may_be_empty: bool = False) -> Information:
         if self.count == 0 and not may_be_empty:
@@ -455,10 +478,3 @@ def collect_several(
         begin = time.perf_counter()
         results.append((one.finish(), seconds[index] + time.perf_counter() - begin))
     return results
-
-
-def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any, checks: Checks) -> Float[Tensor, ""]:
-    values = checked_labels(labels, size=len(logits), classes=logits.shape[1], device=logits.device, checks=checks)
-    log_probability = torch.log_softmax(logits.double(), 1)
-    # A label out of range is reported by `checks`; it must not stop the device before that.
-    return log_probability.gather(1, values.clamp(0, logits.shape[1] - 1)[:, None]).sum()

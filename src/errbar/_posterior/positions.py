@@ -18,9 +18,10 @@ from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.positions import PositionLogits, PositionsPrediction
 from errbar._distributions.prediction import Prediction
-from errbar._distributions.sampling import GivenSampler, require_samples, require_seed, softmax_over_classes_
+from errbar._distributions.sampling import GivenSampler, probabilities_, require_samples, require_seed
 from errbar._model.batch import Batch, Unpack, input_batch, is_stream
 from errbar._model.network import require_finite_logits
+from errbar._model.outputs import CLASSES
 from errbar._model.positions import HeadNetwork, PositionsNetwork
 from errbar._posterior.pushing import pushed_deviations
 from errbar.errors import ArgumentError
@@ -41,7 +42,7 @@ def logits_of_positions(
 
 def prediction_by_parameters(logits: Tensor, leading: tuple[int, ...], classes: int) -> PositionsPrediction:
     """The prediction of logits (B, S·M, K), or (B·S, M, K), that were drawn with their parameters."""
-    values = softmax_over_classes_(logits.reshape(-1, classes, logits.shape[-1]))
+    values = probabilities_(logits.reshape(-1, classes, logits.shape[-1]), CLASSES)
     return PositionsPrediction.of(Prediction.from_sampler(GivenSampler(values)), leading)
 
 

@@ -29,16 +29,17 @@ from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._distributions.positions import PositionLogits
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.prediction import Prediction, prediction_of
 from errbar._distributions.sampling import (
     GivenSampler,
+    probabilities_,
     require_samples,
     require_seed,
-    softmax_over_classes_,
     standard_normal,
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.network import Output, require_finite_logits, unwrap
+from errbar._model.outputs import CLASSES
 from errbar._model.positions import IGNORE_INDEX, HeadNetwork, with_shapes_of_model
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
 from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
@@ -105,6 +106,7 @@ class Posterior:
             "parameters": task.selection.names,
             "structure": task.structure,
             "fisher": task.fisher,
+            **({} if task.outputs == CLASSES.name else {"outputs": task.outputs}),
             "dtype": str(task.dtype),
             "prior": self.prior.described(),
             "calibration": str(self.calibration.described()),
@@ -116,9 +118,7 @@ class Posterior:
         """P in float64, without calibration."""
         return self.factor.covariance.clone()
 
-    def logits(
-        self, x: Any, *, top: int | None = None, unpack: Unpack | None = None
-    ) -> LogitGaussian | PositionLogits:
+    def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian | PositionLogits:
         """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
 
         With `top`, of that many classes of each input alone, those with the largest means in falling order, which
@@ -127,13 +127,13 @@ class Posterior:
         """
         if self.information.task.positions is not None:
             if top is not None:
-                raise ArgumentError("top= picks classes of an input, and here every position has its own; leave it out.")
+                raise ArgumentError(
+                    "top= picks classes of an input, and here every position has its own; leave it out."
+                )
             return self.position_logits(x, DRAWS, unpack=unpack)
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
 
-    def position_logits(
-        self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None
-    ) -> PositionLogits:
+    def position_logits(self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None) -> PositionLogits:
         """N(ĝ/T(x), T_c P^g/T(x)²) of every position; behind the last layer by so many draws of the parameters."""
         task = self.information.task
         return logits_of_positions(task, self.factor, self.calibration, x, unpack, samples, seed)
@@ -145,7 +145,7 @@ class Posterior:
         samples are drawn before the covariance is rounded to the dtype of results.
         """
         task = self.information.task
-        task.require_single_output("The logits of an input as a whole")
+        task.require_no_positions()
         if top is not None:
             require_top(top, task.n_classes)
         if is_stream(x):
@@ -165,7 +165,7 @@ class Posterior:
         everything after the network itself that it is computed from, is always float64.
         """
         task = self.information.task
-        task.require_single_output("The covariance between frames")
+        task.require_classes("joint_logits")
         with plain_execution(task.network.device):
             checks, batch = self._prepared(frames, unpack)
             joint = structure_called(task.structure).joint(task, self.factor, batch)
@@ -212,7 +212,7 @@ class Posterior:
         """
         require_samples(samples)
         require_seed(seed)
-        self.information.task.require_single_output("The logits of an input as a whole")
+        self.information.task.require_no_positions()
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
             return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
@@ -224,7 +224,7 @@ class Posterior:
             require_finite_logits(mean, checks)
             checks.finish()
             deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-        drawn = LogitGaussian(mean, DrawnCovariance(deviations)).calibrated(self.calibration)
+        drawn = LogitGaussian(mean, DrawnCovariance(deviations), kind=task.kind).calibrated(self.calibration)
         return drawn.of_origin(self.fingerprint)
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
@@ -236,7 +236,7 @@ class Posterior:
             gaussians = structure.top_gaussians(task, self.factor, batch, top)
         for gaussian in gaussians:
             require_finite_logits(gaussian.mean, checks)
-            calibrated = gaussian.calibrated(self.calibration)
+            calibrated = gaussian.of_kind(task.kind).calibrated(self.calibration)
             if top is not None and gaussian.classes is None:
                 calibrated = calibrated.of_classes(TopClasses(top).classes(gaussian.mean))
             yield calibrated
@@ -284,9 +284,10 @@ class Posterior:
             network.logits(batch)  # an input that the model cannot take is reported by this call
             T: float | Tensor = self.temperature
             if self.softening > 0:
-                self.information.task.require_single_output("Softening of the whole network")
+                self.information.task.require_classes("predict_by_parameters with softening")
                 spread = self.uncalibrated().unrounded_logits(batch).contrast_variance
-                T = self.calibration.temperatures(spread).to(network.dtype)[:, None]
+                T = self.calibration.temperatures(spread).to(network.dtype)
+                T = T[:, None] if network.kind.has_gauge else T
             draws = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
@@ -297,7 +298,8 @@ class Posterior:
             if self.information.task.positions is not None:
                 leading = leading_shape(self.information.task, whole)
                 return prediction_by_parameters(torch.stack(draws, 2), leading, self.information.n_classes)
-        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(draws, 2))))
+        values = probabilities_(torch.stack(draws, 2), network.kind)
+        return prediction_of(GivenSampler(values, network.kind))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
@@ -544,11 +546,11 @@ def fit(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
     progress: bool = False,
-    outputs: str = "classes",
     positions: float = 1.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Posterior:
@@ -568,9 +570,9 @@ def fit(
         precision=precision,
         unpack=unpack,
         output=output,
+        outputs=outputs,
         checkpoint=checkpoint,
         every=every,
-        outputs=outputs,
         positions=positions,
         ignore_index=ignore_index,
     )
@@ -591,7 +593,8 @@ def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussia
         for part in parts:
             require_finite_logits(part[0].mean, checks)
         checks.finish()
-    return [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+    whole = [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+    return [gaussian.of_kind(task.kind) for gaussian in whole]
 
 
 def require_posterior(value: object) -> None:
