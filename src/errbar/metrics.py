@@ -1,7 +1,8 @@
 """How good predicted PMFs are, given the labels: pure functions of (pmf, labels).
 
 A PMF is a `Prediction`, a tensor, or anything else that `torch.as_tensor` takes, lists read in float64; all is computed
-in float64, and plain numbers come back.
+in float64, and plain numbers come back. PMFs of tokens (B, T, M) and of pixels (B, H, W, M) count position by position,
+without those whose label is −100.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from errbar._base.checks import whole_number
 from errbar._base.ece_limits import ece_limits
 from errbar._model.batch import checked_labels
+from errbar._model.positions import IGNORE_INDEX
 from errbar.errors import ArgumentError, DataError, LabelError
 
 
@@ -251,10 +253,27 @@ def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
 
 
 def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "N"]]:
+    pmf, labels = _by_position(pmf, labels)
     probability = checked_pmf(pmf)
     return probability, checked_labels(
         labels, size=len(probability), classes=probability.shape[1], device=probability.device
     )
+
+
+def _by_position(pmf: Any, labels: Any) -> tuple[Any, Any]:
+    """PMFs of tokens (B, T, M) or pixels (B, H, W, M) as rows, with their labels, of those that have a label."""
+    inner = getattr(pmf, "pmf", pmf)
+    if getattr(inner, "ndim", 2) not in (3, 4):
+        return pmf, labels
+    rows = _numbers(inner).flatten(0, -2)
+    truth = torch.as_tensor(labels).detach().cpu()
+    if tuple(truth.shape) != tuple(inner.shape[:-1]):
+        raise LabelError(
+            f"Labels have shape {tuple(truth.shape)}; expected {tuple(inner.shape[:-1])}, one class number for each "
+            f"position, or {IGNORE_INDEX} where there is none."
+        )
+    named = truth.flatten() != IGNORE_INDEX
+    return rows[named], truth.flatten()[named]
 
 
 def _is_pmf(probability: Float[Tensor, "N M"]) -> bool:

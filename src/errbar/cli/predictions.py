@@ -33,7 +33,7 @@ class PredictionColumns:
         """The columns of one batch, with the names of its inputs if they are known."""
         columns: dict[str, Tensor | Sequence[Any]] = {} if names is None else {"input": names}
         columns["label"] = prediction.label
-        if self.classes is not None:
+        if self.classes is not None and prediction.label.ndim == 1:
             columns["class"] = [self.classes[label] for label in prediction.label.tolist()]
         columns |= {
             "confidence": prediction.confidence,
@@ -76,8 +76,8 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
             # Inputs are named here where the rank that read them could not know how many came before.
             writer.add(columns if "input" in columns else {"input": source.names(count, size), **columns})
             count += size
-            confidence += float(torch.as_tensor(columns["confidence"]).sum())
-            information += float(torch.as_tensor(columns["mutual_information"]).sum())
+            confidence += _sum_of_means(columns["confidence"])
+            information += _sum_of_means(columns["mutual_information"])
         if not count:
             raise DataError(f"The data {source.where} are empty: expected at least one batch.")
     return {
@@ -87,6 +87,12 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
         "mean_mutual_information": information / count,
         "bytes": output.stat().st_size,
     }
+
+
+def _sum_of_means(values: Tensor | Sequence[Any]) -> float:
+    """The sum over inputs of the mean over the positions of each, if it has any."""
+    numbers = torch.as_tensor(values)
+    return float(numbers.flatten(1).mean(1).sum() if numbers.ndim > 1 else numbers.sum())
 
 
 def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:
