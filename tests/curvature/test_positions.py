@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import errbar
-from errbar._curvature.positions import PositionScores, Positions
+from errbar._curvature.positions import Positions, PositionScores
 from errbar._model.batch import Batch
 
 STRUCTURES = ["dense", "block", "kron", "diag", "lowrank"]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from errbar._distributions.prediction import Prediction
 
 # Colours of classes, one after the other: Okabe and Ito's, and then lighter ones of the same.
-_CLASS_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999999")
+# The first, which is often the background, is pale.
+_CLASS_COLOURS = ("#E4ECF1", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#56B4E9")
 _CLASS_COLOURS += ("#A6DAF4", "#F3CF80", "#80CFB9", "#E5BCD3", "#F7F1A1", "#80B8D8", "#EAAF80", "#CCCCCC")
 
 
@@ -44,7 +45,7 @@ def segmentation(
     left, middle, right = figure.subplots(1, 3)
     left.imshow(image.clamp(0, 1), cmap="gray", interpolation="nearest")
     middle.imshow(_coloured(label), interpolation="nearest")
-    shown = right.imshow(doubt, cmap="magma", vmin=0, vmax=max(0.5, float(doubt.max())), interpolation="nearest")
+    shown = right.imshow(doubt, cmap="magma", vmin=0, vmax=max(0.1, float(doubt.max())), interpolation="nearest")
     for ax, title in ((left, "picture"), (middle, "most probable class"), (right, "doubt: its std")):
         ax.set_title(title, fontsize=TEXT, color=INK)
         ax.set_xticks([])
