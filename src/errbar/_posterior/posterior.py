@@ -454,6 +454,7 @@ class Posterior:
         )
 
         checked_path(path)
+        self.information.task.require_classes("export")
         prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
@@ -615,6 +616,9 @@ def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussia
     return [gaussian.of_kind(task.kind) for gaussian in whole]
 
 
-def require_posterior(value: object) -> None:
+def require_posterior(value: object, classes_for: str | None = None) -> None:
+    """Refuse what is no posterior; and for what is only made for classes, in its name, one of other outputs."""
     if not isinstance(value, Posterior):
         raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")
+    if classes_for is not None:
+        value.information.task.require_classes(classes_for)

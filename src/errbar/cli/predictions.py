@@ -34,7 +34,7 @@ class PredictionColumns:
         columns: dict[str, Tensor | Sequence[Any]] = {} if names is None else {"input": names}
         columns["label"] = prediction.label
         if self.classes is not None:
-            columns["class"] = [self.classes[label] for label in prediction.label.tolist()]
+            columns["class"] = [self._named(label) for label in prediction.label.tolist()]
         columns |= {
             "confidence": prediction.confidence,
             "entropy": prediction.entropy,
@@ -46,6 +46,13 @@ class PredictionColumns:
         if self.covariance:
             columns["covariance"] = prediction.covariance
         return columns
+
+    def _named(self, label: int | list[int]) -> str:
+        """The name of a class; of several labels those that are more likely true than not, with a bar between them."""
+        assert self.classes is not None
+        if isinstance(label, int):
+            return self.classes[label]
+        return "|".join(name for name, flag in zip(self.classes, label, strict=True) if flag)
 
 
 def write_predictions(
@@ -76,8 +83,8 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
             # Inputs are named here where the rank that read them could not know how many came before.
             writer.add(columns if "input" in columns else {"input": source.names(count, size), **columns})
             count += size
-            confidence += float(torch.as_tensor(columns["confidence"]).sum())
-            information += float(torch.as_tensor(columns["mutual_information"]).sum())
+            confidence += size * float(torch.as_tensor(columns["confidence"]).mean())
+            information += size * float(torch.as_tensor(columns["mutual_information"]).mean())
         if not count:
             raise DataError(f"The data {source.where} are empty: expected at least one batch.")
     return {
