@@ -1,14 +1,14 @@
 """Segmentation: MNIST digits pasted into larger pictures, and patches of what the network has not seen.
 
-    python bench/scenes.py --data DIR [--seed 0] [--rate] [-o bench/results/scenes.json] [--picture docs/pictures/scene.png]
+    python bench/scenes.py --data DIR [--seed 0] [--rate] [-o bench/results/scenes.json] [--picture FILE]
 
 A fully convolutional network is trained on made scenes of real digits: 3 to 5 digits at random places on a noisy
-background, each pixel labelled with its digit or as background (11 classes). Fixed before the first run: 1,500 scenes of
-64 × 64 for training, 300 to calibrate, 300 to report, seeds 0 to 2; posteriors of the last layer (exact) and of the last
-layer with all vectors (drawn labels), prior 1, T and T_c by the NLL of 10,000 held-out pixels, against temperature
-scaling by the same pixels. Digits of the training set make the training scenes; those of the two others are from the two
-halves of the test set. NLL and ECE are those of all pixels, intervals are over scenes. Foreign: one patch of KMNIST or
-Fashion-MNIST in each reported scene; AUROC of a score between pixels of the patch and pixels of digits, both without
+background, each pixel labelled with its digit or as background (11 classes). Fixed before the first run: 1,500 scenes
+of 64 × 64 for training, 300 to calibrate, 300 to report, seeds 0 to 2; posteriors of the last layer (exact) and of the
+last layer with all vectors (drawn labels), prior 1, T and T_c by the NLL of 10,000 held-out pixels, against temperature
+scaling by the same pixels. Digits of the training set make the training scenes; those of the two others are from the
+two halves of the test set. NLL and ECE are those of all pixels, intervals are over scenes. Foreign: one patch of KMNIST
+or Fashion-MNIST in each of 100 scenes; AUROC of a score between pixels of the patch and pixels of digits, both without
 background.
 """
 

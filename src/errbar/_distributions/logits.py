@@ -150,6 +150,12 @@ class LogitGaussian:
         form = self.form.divided(T.square()) * calibration.covariance_scale
         return LogitGaussian(self.mean / T.to(self.mean.dtype)[:, None], form, self.rank)
 
+    def with_label_factors(self, factors: Sequence[tuple[float, float]]) -> LogitGaussian:
+        """The logit of label l divided by t_l, and its deviations times √s_l, for a pair (t_l, s_l) of each label."""
+        T, scale = torch.tensor(factors, dtype=torch.float64, device=self.mean.device).T
+        form = self.form.rescaled(scale.sqrt() / T)
+        return LogitGaussian(self.mean / T.to(self.mean.dtype), form, self.rank, kind=self.kind)
+
     def centered(self) -> LogitGaussian:
         """The distribution of g minus its mean over the classes, which has the same softmax."""
         self._require_gauge("centered()")

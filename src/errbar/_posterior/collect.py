@@ -240,7 +240,7 @@ class Request:
             raise ArgumentError(
                 f"fisher is {self.fisher!r} for parameters ({listed(selection.names)}) that are not all in the layer "
                 "that returns the logits, a linear one or a convolution of one by one. For others it would take a "
-                "backward pass for each class of each position; expected fisher='sampled', which takes one for each draw.",
+                "backward pass for each class of each position; expected fisher='sampled', one for each draw.",
                 arguments={"fisher": (self.fisher, "sampled")},
             )
         return Positions(head, require_share(self.positions), self.seed, self._ignored())

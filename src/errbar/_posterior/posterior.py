@@ -25,7 +25,7 @@ from errbar._curvature.structure import Factor
 from errbar._derivative.trace import TopClasses
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
-from errbar._distributions.calibration import Calibration
+from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._distributions.positions import PositionLogits
@@ -50,6 +50,9 @@ from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_to
 from errbar._posterior.width import warn_of_width
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
+# What T and T_c of each of several labels are times those of all.
+LabelFactors = tuple[tuple[float, float], ...]
+
 # Rounding of the information above this share of the prior gives a warning.
 _NOTICEABLE_ROUNDING = 0.02
 
@@ -60,6 +63,7 @@ class Posterior:
 
     `temperature` T, `covariance_scale` T_c and `softening` c calibrate it: the logits are N(ĝ/T(x), T_c P^g/T(x)²)
     with T(x) = T √(1 + c v̄(x)), v̄(x) the mean variance of the contrasts of P^g. T(x) = T unless c is set or fitted.
+    Of several labels, `label_factors` multiply T and T_c of each, where `calibrate(per_label=True)` has fitted them.
     """
 
     information: Information
@@ -68,11 +72,26 @@ class Posterior:
     temperature: float = 1.0
     covariance_scale: float = 1.0
     softening: float = 0.0
+    label_factors: LabelFactors | None = None
 
     @property
     def calibration(self) -> Calibration:
         """T, T_c and c together, as `LogitGaussian.calibrated` takes them."""
         return Calibration(self.temperature, self.covariance_scale, self.softening)
+
+    @property
+    def label_temperatures(self) -> tuple[float, ...]:
+        """T of each of several labels; of classes, T alone."""
+        return tuple(self.temperature * factor for factor, _ in self._factors())
+
+    @property
+    def label_covariance_scales(self) -> tuple[float, ...]:
+        """T_c of each of several labels; of classes, T_c alone."""
+        return tuple(self.covariance_scale * factor for _, factor in self._factors())
+
+    def _factors(self) -> LabelFactors:
+        one_each = 1 if self.information.task.kind.has_gauge else self.information.n_classes
+        return ((1.0, 1.0),) * one_each if self.label_factors is None else self.label_factors
 
     @property
     def model(self) -> nn.Module:
@@ -91,7 +110,7 @@ class Posterior:
     @property
     def is_calibrated(self) -> bool:
         """Whether T or T_c were fitted or set: as `fit` leaves them, both are 1."""
-        return self.calibration != Calibration()
+        return self.calibration != Calibration() or self.label_factors is not None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -110,6 +129,7 @@ class Posterior:
             "dtype": str(task.dtype),
             "prior": self.prior.described(),
             "calibration": str(self.calibration.described()),
+            **({} if self.label_factors is None else {"label factors": str(self.label_factors)}),
             "data": f"{float(information.n_samples)!r} {information.log_likelihood!r}",
         }
         return hashlib.sha256(str(sorted(facts.items())).encode()).hexdigest()
@@ -224,22 +244,26 @@ class Posterior:
             require_finite_logits(mean, checks)
             checks.finish()
             deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-        drawn = LogitGaussian(mean, DrawnCovariance(deviations), kind=task.kind).calibrated(self.calibration)
+        drawn = self._calibrated(LogitGaussian(mean, DrawnCovariance(deviations), kind=task.kind))
         return drawn.of_origin(self.fingerprint)
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
         task = self.information.task
         structure = structure_called(task.structure)
-        if top is None or self.softening > 0:
+        if top is None or self.softening > 0 or self.label_factors is not None:
             gaussians = structure.gaussians(task, self.factor, batch)
         else:
             gaussians = structure.top_gaussians(task, self.factor, batch, top)
         for gaussian in gaussians:
             require_finite_logits(gaussian.mean, checks)
-            calibrated = gaussian.of_kind(task.kind).calibrated(self.calibration)
+            calibrated = self._calibrated(gaussian.of_kind(task.kind))
             if top is not None and gaussian.classes is None:
                 calibrated = calibrated.of_classes(TopClasses(top).classes(gaussian.mean))
             yield calibrated
+
+    def _calibrated(self, gaussian: LogitGaussian) -> LogitGaussian:
+        calibrated = gaussian.calibrated(self.calibration)
+        return calibrated if self.label_factors is None else calibrated.with_label_factors(self.label_factors)
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
         task = self.information.task
@@ -275,6 +299,11 @@ class Posterior:
         """
         network, selection = self.information.network, self.information.selection
         network.require_unchanged()
+        if self.label_factors is not None:
+            raise ArgumentError(
+                "predict_by_parameters scales the covariance of the parameters by T_c, and this posterior has a T_c "
+                "for each label; expected one for all (calibrate without per_label). Use predict."
+            )
         vectors = self._drawn_vectors(samples, seed, scale=self.covariance_scale)
         dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
         with plain_execution(network.device):
@@ -349,7 +378,7 @@ class Posterior:
         return False, chain(batches, stream)
 
     def _with_information(self, information: Information) -> Posterior:
-        return condition(information, self.prior)._with(self.calibration)
+        return condition(information, self.prior)._with(self.calibration).with_label_factors(self.label_factors)
 
     def log_evidence(self) -> float:
         """ln p(T) ≈ L_N(θ̂) + ln N(θ̂; 0, P_0) + (n/2) ln 2π + ½ ln det P, the Laplace approximation.
@@ -369,7 +398,7 @@ class Posterior:
 
     def with_prior(self, prior: Prior) -> Posterior:
         """The same information and calibration with another prior; no pass over data."""
-        return condition(self.information, prior)._with(self.calibration)
+        return condition(self.information, prior)._with(self.calibration).with_label_factors(self.label_factors)
 
     def with_calibration(
         self,
@@ -389,7 +418,19 @@ class Posterior:
 
     def uncalibrated(self) -> Posterior:
         """The same posterior with T = 1, T_c = 1 and c = 0."""
-        return self._with(Calibration())
+        return self._with(Calibration()).with_label_factors(None)
+
+    def with_label_factors(self, factors: LabelFactors | None) -> Posterior:
+        """The same posterior with other factors of T and T_c for each of several labels, or with none."""
+        if factors is not None:
+            factors = tuple((require_temperature(T), require_covariance_scale(scale)) for T, scale in factors)
+            kind, count = self.information.task.kind, self.information.n_classes
+            if kind.has_gauge or len(factors) != count:
+                raise ArgumentError(
+                    f"label_factors are {len(factors)} pairs, for a posterior of {count} {kind.noun}; expected a pair "
+                    "of factors of T and T_c for each label of one that was fitted with outputs='labels'."
+                )
+        return replace(self, label_factors=factors)
 
     def _with(self, calibration: Calibration) -> Posterior:
         return replace(self, **vars(calibration))
@@ -438,6 +479,7 @@ class Posterior:
         )
 
         checked_path(path)
+        self.information.task.require_classes("export")
         prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
@@ -457,7 +499,8 @@ class Posterior:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles carry the model and the information; the factorisation, which has locks, is made again."""
-        return _restored, (self.information, self.prior, self.temperature, self.covariance_scale, self.softening)
+        numbers = (self.temperature, self.covariance_scale, self.softening, self.label_factors)
+        return _restored, (self.information, self.prior, *numbers)
 
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
@@ -474,11 +517,16 @@ class Posterior:
 
 
 def _restored(
-    information: Information, prior: Prior, temperature: float, covariance_scale: float, softening: float = 0.0
+    information: Information,
+    prior: Prior,
+    temperature: float,
+    covariance_scale: float,
+    softening: float = 0.0,
+    label_factors: LabelFactors | None = None,
 ) -> Posterior:
-    """`softening` may be missing: pickles of before there was one have four values."""
-    posterior = condition(information, prior)
-    return replace(posterior, temperature=temperature, covariance_scale=covariance_scale, softening=softening)
+    """The last two may be missing: pickles of before there were any have fewer values."""
+    posterior = condition(information, prior)._with(Calibration(temperature, covariance_scale, softening))
+    return posterior.with_label_factors(label_factors)
 
 
 def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:
@@ -597,6 +645,9 @@ def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussia
     return [gaussian.of_kind(task.kind) for gaussian in whole]
 
 
-def require_posterior(value: object) -> None:
+def require_posterior(value: object, classes_for: str | None = None) -> None:
+    """Refuse what is no posterior; and for what is only made for classes, in its name, one of other outputs."""
     if not isinstance(value, Posterior):
         raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")
+    if classes_for is not None:
+        value.information.task.require_classes(classes_for)

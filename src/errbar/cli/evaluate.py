@@ -52,6 +52,7 @@ def evaluate(
     """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
+    from errbar.cli.label_scores import evaluate_labels
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
     from errbar.cli.session import session
 
@@ -68,6 +69,15 @@ def evaluate(
             return pictures, loaded, source, second
 
         pictures, loaded, source, second = here.together(prepared)
+        if isinstance(loaded.classifier, errbar.Posterior) and loaded.classifier.information.outputs == "labels":
+            if report is not None:
+                raise ArgumentError(
+                    "--report is for one of several classes, and this posterior was fitted with outputs='labels'; "
+                    "expected errbar evaluate without --report."
+                )
+            notice_if_uncalibrated(here, loaded.classifier)
+            evaluate_labels(here, loaded.classifier, loaded.classes, source, samples, bins, seed)
+            return
         if report is None:
             scores = _scored(here, loaded.classifier, source, samples, bins, seed)
             if scores is None:
