@@ -29,7 +29,7 @@ from errbar._curvature.workload import Cost, Workload
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
-from errbar._model.outputs import require_outputs
+from errbar._model.outputs import POSITIONS, require_outputs
 from errbar._model.selection import Selection, listed_modules, require_one_question
 from errbar._planning.mixing import mixture_that_fits, mixtures_of
 from errbar._planning.seconds import Seconds, duration
@@ -169,6 +169,11 @@ def plan(
     samples, directions, scores = require_samples(samples), whole_number(rank), require_draws(draws)
     if directions is None or directions < 1:
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
+    if outputs == POSITIONS:
+        raise ArgumentError(
+            "The cost of outputs='positions' depends on how many positions count, which no plan knows; expected "
+            "outputs='classes' or 'labels'. A fit to a few inputs tells more."
+        )
     network = Network(model, output, require_outputs(outputs), marked=False)
     limit = usable_bytes(network.device) if memory is None else whole_number(memory)
     if limit is None or limit < 1:

@@ -53,6 +53,7 @@ def evaluate(
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.label_scores import evaluate_labels
+    from errbar.cli.position_scores import evaluate_positions
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
     from errbar.cli.session import session
 
@@ -69,13 +70,16 @@ def evaluate(
             return pictures, loaded, source, second
 
         pictures, loaded, source, second = here.together(prepared)
-        if isinstance(loaded.classifier, errbar.Posterior) and loaded.classifier.information.outputs == "labels":
+        if isinstance(loaded.classifier, errbar.Posterior) and loaded.classifier.information.outputs != "classes":
             if report is not None:
                 raise ArgumentError(
-                    "--report is for one of several classes, and this posterior was fitted with outputs='labels'; "
-                    "expected errbar evaluate without --report."
+                    "--report is for one of several classes, and this posterior was fitted with outputs="
+                    f"'{loaded.classifier.information.outputs}'; expected errbar evaluate without --report."
                 )
             notice_if_uncalibrated(here, loaded.classifier)
+            if loaded.classifier.information.outputs == "positions":
+                evaluate_positions(here, loaded.classifier, source, samples, bins, seed)
+                return
             evaluate_labels(here, loaded.classifier, loaded.classes, source, samples, bins, seed)
             return
         if report is None:

@@ -17,7 +17,7 @@ DEFAULT_PRIOR = "1.0"
 
 # Options with few values; another value is a usage error, whose message lists these.
 FisherName = Literal["ggn", "eta", "sampled"]
-OutputsName = Literal["classes", "labels"]
+OutputsName = Literal["classes", "labels", "positions"]
 PrecisionName = Literal["model", "float64"]
 ObjectiveName = Literal["nll", "brier", "ece"]
 ScaleName = Literal["temperature", "covariance-scale"]
@@ -132,7 +132,7 @@ Fisher = Annotated[
 Outputs = Annotated[
     OutputsName,
     typer.Option(
-        "--outputs", help="What the model returns: logits of one of several classes, or of labels that are each true."
+        "--outputs", help="What the model returns: logits of classes, of labels that are each true, or of positions."
     ),
 ]
 LabelDraws = Annotated[int, typer.Option("--draws", min=1, help="Labels drawn per sample, for sampled.")]

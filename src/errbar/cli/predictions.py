@@ -96,6 +96,16 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
     }
 
 
+def require_arrays(classifier: errbar.Posterior | errbar.FusedClassifier, output: Path) -> None:
+    """Refuse to write positions of an input into a file that has rows."""
+    is_of_positions = isinstance(classifier, errbar.Posterior) and classifier.information.outputs == "positions"
+    if is_of_positions and output.suffix.lower() != ".npz":
+        raise ArgumentError(
+            f"The output {output} has a row for each input, and this posterior was fitted with "
+            "outputs='positions', with a PMF for every position of an input; expected an .npz file."
+        )
+
+
 def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:
     """The batches of the data, with a progress line."""
     loader = source.loader()

@@ -43,9 +43,11 @@ def segmentation(
     doubt = prediction.std[number].gather(-1, prediction.label[number][..., None])[..., 0].cpu()
     figure = new_figure((7.6, 3.1))
     left, middle, right = figure.subplots(1, 3)
-    left.imshow(image.clamp(0, 1), cmap="gray", interpolation="nearest")
+    left.imshow(image.clamp(0, 1).numpy(), cmap="gray", interpolation="nearest")
     middle.imshow(_coloured(label), interpolation="nearest")
-    shown = right.imshow(doubt, cmap="magma", vmin=0, vmax=max(0.1, float(doubt.max())), interpolation="nearest")
+    shown = right.imshow(
+        doubt.float().numpy(), cmap="magma", vmin=0, vmax=max(0.1, float(doubt.max())), interpolation="nearest"
+    )
     for ax, title in ((left, "picture"), (middle, "most probable class"), (right, "doubt: its std")):
         ax.set_title(title, fontsize=TEXT, color=INK)
         ax.set_xticks([])
