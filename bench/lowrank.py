@@ -25,7 +25,8 @@ from errbar._base import linalg
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._curvature import sketch
-from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, fisher_columns, pulled_back
+from errbar._curvature.fisher import LogitWeights
+from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, pulled_back
 from errbar._curvature.sketch import FrequentDirections, orthogonalised
 from errbar._model.batch import Batch
 from errbar._model.network import Network
@@ -124,7 +125,7 @@ def accuracy(weights: Path, pictures: Tensor, inputs: Tensor, ranks: tuple[int, 
     with plain_execution(CPU):
         kept = []
         for part in pictures.split(16):
-            vectors = fisher_columns(network.logits(Batch((part,))), "ggn").mT.float()
+            vectors = LogitWeights(network.logits(Batch((part,))), "ggn").thin_root().mT.float()
             kept.append(pulled_back(network, selection, Batch((part,)), vectors).flatten(0, 1))
         rows = torch.cat(kept)
         del kept

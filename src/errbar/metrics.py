@@ -1,11 +1,17 @@
 """How good predicted PMFs are, given the labels: pure functions of (pmf, labels).
 
 A PMF is a `Prediction`, a tensor, or anything else that `torch.as_tensor` takes, lists read in float64; all is computed
-in float64, and plain numbers come back.
+in float64, and plain numbers come back. PMFs of tokens (B, T, M) and of pixels (B, H, W, M) count position by position,
+without those whose label is −100.
+
+Functions whose names begin with `label_` are for several labels: the probabilities (N, L) that each is true, and labels
+(N, L) of 0, 1 and −1 for a missing one, which does not count. Those of each label have NaN where it cannot be told.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +23,8 @@ from torch import Tensor
 from errbar._base.checks import whole_number
 from errbar._base.ece_limits import ece_limits
 from errbar._model.batch import checked_labels
+from errbar._model.outputs import CLASSES, LABELS, OutputKind
+from errbar._model.positions import IGNORE_INDEX
 from errbar.errors import ArgumentError, DataError, LabelError
 
 
@@ -158,6 +166,122 @@ def auroc(scores: Any, positive: Any) -> float:
     return float((_mean_rank(values)[flags].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
+# --------------------------------------------------------------------------------------------------- several labels
+
+
+def label_accuracy(probability: Any, labels: Any) -> float:
+    """The share of given labels for which what is more probable, f > ½ or not, is true."""
+    f, truth = _checked_of_labels(probability, labels)
+    given = truth >= 0
+    return float(((f > 0.5) == (truth == 1))[given].double().mean())
+
+
+def label_nll(probability: Any, labels: Any) -> float:
+    """−(1/G) Σ ln Pr{y_nl}, the mean over the G labels that are given, f_nl of true ones and 1 − f_nl of others."""
+    f, truth = _checked_of_labels(probability, labels)
+    return -float(torch.where(truth == 1, f, 1 - f)[truth >= 0].log().mean())
+
+
+def label_brier(probability: Any, labels: Any) -> float:
+    """(1/G) Σ (y_nl − f_nl)², the mean over the labels that are given."""
+    f, truth = _checked_of_labels(probability, labels)
+    return float((truth - f)[truth >= 0].square().mean())
+
+
+def label_ece(probability: Any, labels: Any, bins: int = 10) -> list[float]:
+    """Of each label Σ_j (|B_j|/G) |mean of y − mean of f| over bins of f, the probability that the label is true.
+
+    Unlike `ece`, which looks at the probability of what is more probable: here a label that is hardly ever true has
+    most inputs in the first bin. NaN for a label that is never given.
+    """
+    f, truth = _checked_of_labels(probability, labels)
+    count = _whole(bins, "bins")
+    return [_ece_of_label(*pair, count) for pair in _given(f, truth)]
+
+
+def label_auroc(probability: Any, labels: Any) -> list[float]:
+    """Of each label the area under the ROC curve of f; NaN for one that is never true, or never false."""
+    f, truth = _checked_of_labels(probability, labels)
+    return [auroc(values, flags) if _has_both(flags) else math.nan for values, flags in _given(f, truth)]
+
+
+def label_average_precision(probability: Any, labels: Any) -> list[float]:
+    """Of each label Σ_k (R_k − R_{k−1}) P_k over falling thresholds, P_k the precision and R_k the recall at each.
+
+    Equal probabilities are one threshold. NaN for a label that is never true.
+    """
+    f, truth = _checked_of_labels(probability, labels)
+    return [_average_precision(values, flags) if bool(flags.any()) else math.nan for values, flags in _given(f, truth)]
+
+
+def label_map(probability: Any, labels: Any) -> float:
+    """The mean average precision: the mean of `label_average_precision` over the labels that are true somewhere."""
+    each = [value for value in label_average_precision(probability, labels) if not math.isnan(value)]
+    if not each:
+        raise LabelError("No label is ever true; expected some that are 1.")
+    return sum(each) / len(each)
+
+
+def _given(
+    f: Float[Tensor, "N L"], truth: Int[Tensor, "N L"]
+) -> Iterator[tuple[Float[Tensor, "n"], Bool[Tensor, "n"]]]:
+    """Of each label the probabilities of the inputs for which it is given, and whether it is true there."""
+    for column in range(f.shape[1]):
+        given = truth[:, column] >= 0
+        yield f[given, column], truth[given, column] == 1
+
+
+def _has_both(flags: Bool[Tensor, "n"]) -> bool:
+    return bool(flags.any()) and not bool(flags.all())
+
+
+def _ece_of_label(f: Float[Tensor, "n"], flags: Bool[Tensor, "n"], bins: int) -> float:
+    if not len(f):
+        return math.nan
+    _, index = _binned(f, bins)
+    gap = torch.bincount(index, weights=flags.double() - f, minlength=bins)
+    return float(gap.abs().sum() / len(f))
+
+
+def _average_precision(f: Float[Tensor, "n"], flags: Bool[Tensor, "n"]) -> float:
+    order = f.argsort(descending=True)
+    values, hits = f[order], flags[order].double().cumsum(0)
+    ends = torch.cat([values[1:] != values[:-1], torch.tensor([True])]).nonzero()[:, 0]
+    hits_there = hits[ends]
+    precision = hits_there / (ends + 1)
+    return float((hits_there.diff(prepend=torch.zeros(1, dtype=torch.float64)) * precision).sum() / hits[-1])
+
+
+def _checked_of_labels(probability: Any, labels: Any) -> tuple[Float[Tensor, "N L"], Int[Tensor, "N L"]]:
+    inner = getattr(probability, "pmf", None)
+    if _kind_of(probability).has_gauge and isinstance(inner, Tensor):
+        raise DataError(
+            "This prediction is of one of several classes; expected probabilities of several labels, as predict gives "
+            "them after outputs='labels'. Use metrics without label_ in their names."
+        )
+    try:
+        f = _numbers(inner if isinstance(inner, Tensor) else probability)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Probabilities are a {type(probability).__name__} that is not a matrix of numbers; expected a prediction "
+            "of several labels, or probabilities (inputs, labels)."
+        ) from error
+    if f.ndim != 2 or 0 in f.shape or not bool(((f >= 0) & (f <= 1)).all()):
+        raise DataError(
+            f"Probabilities have shape {tuple(f.shape)}, or are not all from 0 to 1; expected (inputs, labels), the "
+            "probability that each label is true."
+        )
+    truth = LABELS.labels_of(labels, size=len(f), columns=f.shape[1], device=f.device)
+    if not bool((truth >= 0).any()):
+        raise LabelError("All labels are missing (−1); expected some that are 0 or 1.")
+    return f, truth
+
+
+def _kind_of(prediction: Any) -> OutputKind:
+    kind = getattr(getattr(prediction, "sampler", None), "kind", CLASSES)
+    return kind if isinstance(kind, OutputKind) else CLASSES
+
+
 def _spread(count: int, points: int | None) -> Int[Tensor, "K"]:
     """Indices of all `count` points, or of `points` of them, evenly spread and including the last one."""
     target = count if points is None else whole_number(points)
@@ -233,6 +357,11 @@ def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
     """PMFs in float64 on the CPU, also from a prediction; raises `DataError` for anything else."""
     # A Prediction imports this module, so it is recognised by its attribute.
     inner = getattr(pmf, "pmf", None)
+    if not _kind_of(pmf).has_gauge:
+        raise DataError(
+            f"This prediction is of outputs='{_kind_of(pmf).name}', whose probabilities are no PMF; expected one of "
+            "one of several classes. Use metrics.label_nll and the others with label_ in their names."
+        )
     try:
         probability = _numbers(inner if isinstance(inner, Tensor) else pmf)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -251,10 +380,27 @@ def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
 
 
 def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "N"]]:
+    pmf, labels = _by_position(pmf, labels)
     probability = checked_pmf(pmf)
     return probability, checked_labels(
         labels, size=len(probability), classes=probability.shape[1], device=probability.device
     )
+
+
+def _by_position(pmf: Any, labels: Any) -> tuple[Any, Any]:
+    """PMFs of tokens (B, T, M) or pixels (B, H, W, M) as rows, with their labels, of those that have a label."""
+    inner = getattr(pmf, "pmf", pmf)
+    if getattr(inner, "ndim", 2) not in (3, 4):
+        return pmf, labels
+    rows = _numbers(inner).flatten(0, -2)
+    truth = torch.as_tensor(labels).detach().cpu()
+    if tuple(truth.shape) != tuple(inner.shape[:-1]):
+        raise LabelError(
+            f"Labels have shape {tuple(truth.shape)}; expected {tuple(inner.shape[:-1])}, one class number for each "
+            f"position, or {IGNORE_INDEX} where there is none."
+        )
+    named = truth.flatten() != IGNORE_INDEX
+    return rows[named], truth.flatten()[named]
 
 
 def _is_pmf(probability: Float[Tensor, "N M"]) -> bool:

@@ -13,8 +13,8 @@ from data import draw
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._curvature import lowrank
-from errbar._curvature.fisher import fisher_matrix
-from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum, fisher_columns
+from errbar._curvature.fisher import LogitWeights, fisher_matrix
+from errbar._curvature.lowrank import LowRankAccumulator, LowRankFactor, LowRankSum
 from errbar._curvature.sketch import FrequentDirections, shrunk_directions, without_rounding
 from errbar._derivative.route import Derivative
 from errbar._model.batch import Batch
@@ -313,9 +313,9 @@ def collected(model: nn.Module, data: Sequence[Tensor], rank: int, fisher: str =
 
 
 @pytest.mark.parametrize("fisher", ["ggn", "eta"])
-def test_fisher_columns_are_a_root(fisher: str) -> None:
+def test_the_thin_root_is_a_root(fisher: str) -> None:
     logits = torch.cat([3 * draw(20, 5), torch.tensor([[0.0, 40, 0, 0, 0], [40.0, 0, 0, 0, 0], [0, 0, 0, 0, 800]])])
-    root = fisher_columns(logits, fisher)  # type: ignore[arg-type]
+    root = LogitWeights(logits, fisher).thin_root()  # type: ignore[arg-type]
     assert root.shape[2] == (4 if fisher == "ggn" else 5)
     torch.testing.assert_close(root @ root.mT, fisher_matrix(logits, fisher), rtol=1e-9, atol=1e-16)  # type: ignore[arg-type]
 

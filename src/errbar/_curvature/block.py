@@ -236,7 +236,7 @@ class BlockStructure(Structure):
         return cost(work)
 
     def sums(self, task: Task) -> Summand:
-        return BlockAccumulator(task.selection, task.fisher, task.dtype, task.network.device)
+        return BlockAccumulator(task.selection, task.fisher_form, task.dtype, task.network.device)
 
     def read_sum(self, contents: Contents, task: Task) -> Sum:
         contents.description.part("sum").choice("form", ("block",))

@@ -539,7 +539,7 @@ class DenseStructure(Structure):
 
     def _form(self, task: Task) -> str:
         assert task.route is not None
-        return "per_class" if comes_apart_by_class(task.fisher, returns_logits=task.route.identity) else "dense"
+        return "per_class" if comes_apart_by_class(task.fisher_form, returns_logits=task.route.identity) else "dense"
 
     def cost(self, work: Workload) -> Cost:
         return per_class.cost(work) if work.is_per_class else cost(work)
@@ -548,7 +548,7 @@ class DenseStructure(Structure):
         if self._form(task) == "per_class":
             assert task.route is not None
             return per_class.PerClassAccumulator(task.route.layers[0], task.dtype, task.network.device)
-        return DenseAccumulator(task.selection.n_parameters, task.fisher, task.dtype, task.network.device)
+        return DenseAccumulator(task.selection.n_parameters, task.fisher_form, task.dtype, task.network.device)
 
     def top_gaussians(self, task: Task, factor: Any, batch: Batch, top: int) -> Iterator[LogitGaussian]:
         if self._form(task) == "per_class":

@@ -6,6 +6,8 @@ With f = softmax(g):
 - `eta`: the diagonal of Λ alone, η_m = f_m (1 − f_m), as eq:information_with_M writes it out;
 - `sampled`: s sᵀ averaged over scores s = e_y − f of labels y drawn from f, an unbiased estimate of `ggn`
   (`_curvature.scores`). What is differentiated are the drawn scores, and in them the information is the identity.
+
+Of several labels, f = σ(g_l) each (`_model.outputs`), Λ = diag f (1 − f) is exact, and `ggn` and `eta` are the same.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from errbar._model.outputs import OutputKind
 from errbar.errors import ArgumentError
 
 Fisher = Literal["ggn", "eta", "sampled"]
@@ -29,6 +32,11 @@ def require_fisher(fisher: str) -> Fisher:
             "(its diagonal, as the paper writes it out) or 'sampled' ('ggn' by labels drawn from the network)."
         )
     return fisher  # type: ignore[return-value]
+
+
+def fisher_form(kind: OutputKind, fisher: Fisher) -> Fisher:
+    """The form of Λ: "eta" also stands for every Λ that is diagonal anyway."""
+    return "eta" if kind.is_diagonal and fisher == "ggn" else fisher
 
 
 def comes_apart_by_class(fisher: Fisher, *, returns_logits: bool) -> bool:
@@ -89,6 +97,22 @@ class Weights(Protocol):
         ...
 
 
+class RootedWeights(Weights, Protocol):
+    """Λ in the logits themselves, with a root R that is made a few columns at a time."""
+
+    def columns(self, first: int, last: int) -> Float[Tensor, "k B c"]:
+        """Columns first … last−1 of R, in float64."""
+        ...
+
+    def thin_root(self) -> Float[Tensor, "B c k"]:
+        """A root in as few columns as there can be, in float64."""
+        ...
+
+    def summed(self, dtype: torch.dtype) -> Float[Tensor, "c c"]:
+        """Σ_n Λ_n in float64, by products in `dtype`, without making one Λ_n."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class LogitWeights:
     """Λ in the logits, by `ggn` or `eta`."""
@@ -114,6 +138,84 @@ class LogitWeights:
             return (weights[:, None] @ jacobian.square())[:, 0]
         probability = torch.softmax(self.logits.double(), 1).to(jacobian.dtype)[:, None]
         return (probability @ (jacobian - probability @ jacobian).square_())[:, 0]
+
+    def columns(self, first: int, last: int) -> Float[Tensor, "k B M"]:
+        """√f_c (e_c − f), or √η_c e_c."""
+        classes = self.logits.shape[1]
+        units = torch.eye(classes, dtype=torch.float64, device=self.logits.device)[first:last, None]
+        if self.fisher == "eta":
+            return self.diagonal()[:, first:last].sqrt().T[:, :, None] * units
+        probability = torch.softmax(self.logits.double(), 1)
+        return probability[:, first:last].sqrt().T[:, :, None] * (units - probability)
+
+    def thin_root(self) -> Float[Tensor, "B M c"]:
+        """M−1 columns for `ggn`.
+
+        Λ = diag √f (I − √f √fᵀ) diag √f, and the middle is the projection on √f⊥, for which the Householder reflection
+        that takes e₁ to −√f has an orthonormal basis: all its columns but the first, I − v vᵀ/(1 + √f₁), v = √f + e₁.
+        """
+        if self.fisher == "eta":
+            return fisher_root(self.logits, self.fisher)
+        root = torch.softmax(self.logits.double(), 1).sqrt()
+        normal = root.clone()
+        normal[:, 0] += 1
+        reflection = -normal[:, :, None] * (normal / normal[:, :1])[:, None, :]
+        reflection.diagonal(dim1=1, dim2=2).add_(1)
+        return root[:, :, None] * reflection[:, :, 1:]
+
+    def summed(self, dtype: torch.dtype) -> Float[Tensor, "M M"]:
+        """−Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it."""
+        diagonal = self.diagonal().sum(0)
+        if self.fisher == "eta":
+            return torch.diag(diagonal)
+        probability = torch.softmax(self.logits.double(), 1).to(dtype)
+        total = -(probability.T @ probability).double()
+        total.diagonal().copy_(diagonal)
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class LabelWeights:
+    """Λ = diag f (1 − f), f = σ(g), of labels that are true or false by themselves; zero for those in `counted` that
+    do not count."""
+
+    logits: Float[Tensor, "B L"]
+    counted: Bool[Tensor, "B L"] | None = None
+
+    def matrix(self) -> Float[Tensor, "B L L"]:
+        return torch.diag_embed(self.diagonal())
+
+    def diagonal(self) -> Float[Tensor, "B L"]:
+        """σ(g) σ(−g): 1 − σ(g) has no digits left where the network is certain."""
+        logits = self.logits.double()
+        variance = torch.sigmoid(logits) * torch.sigmoid(-logits)
+        return variance if self.counted is None else variance * self.counted
+
+    def rooted(self, values: Float[Tensor, "B L *k"]) -> Float[Tensor, "B L *k"]:
+        root = self.diagonal().sqrt().to(values.dtype)
+        return root.reshape(*root.shape, *[1] * (values.ndim - 2)) * values
+
+    def squares(self, jacobian: Float[Tensor, "B L k"]) -> Float[Tensor, "B k"]:
+        weights = self.diagonal().to(jacobian.dtype)
+        return (weights[:, None] @ jacobian.square())[:, 0]
+
+    def columns(self, first: int, last: int) -> Float[Tensor, "k B L"]:
+        """√Λ_ll e_l."""
+        units = torch.eye(self.logits.shape[1], dtype=torch.float64, device=self.logits.device)[first:last, None]
+        return self.diagonal()[:, first:last].sqrt().T[:, :, None] * units
+
+    def thin_root(self) -> Float[Tensor, "B L L"]:
+        return torch.diag_embed(self.diagonal().sqrt())
+
+    def summed(self, dtype: torch.dtype) -> Float[Tensor, "L L"]:
+        return torch.diag(self.diagonal().sum(0))
+
+
+def logit_weights(
+    kind: OutputKind, fisher: Fisher, logits: Float[Tensor, "B M"], labels: Int[Tensor, "B *L"] | None
+) -> RootedWeights:
+    """Λ in the logits themselves, of outputs of some kind with these labels, as the kind has read them."""
+    return LabelWeights(logits, kind.counted(labels)) if kind.is_diagonal else LogitWeights(logits, fisher)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base import linalg
@@ -26,7 +26,6 @@ from errbar._base.container import Contents
 from errbar._base.triangles import read_symmetric, symmetric_array
 from errbar._curvature.diagonal import DiagonalSum, safe_precision
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
-from errbar._curvature.fisher import Fisher, fisher_diagonal
 from errbar._curvature.structure import Accumulator, Description, Factor, Rows, Structure, Sum, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
@@ -275,19 +274,32 @@ class KroneckerAccumulator:
                 self.count[layer.name] += uses.shape[1]
                 linalg.add_lower_square_(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
-                self.outer[layer.name] += _summed_fisher(logits, self.task.fisher, self.dtype, scores)
+                self.outer[layer.name] += self._summed(logits, batch.labels, scores)
         names = self.route.differentiated(trace)
         if names:
-            self._add_derivatives(names, trace, logits, scores)
-        weights = self.task.weights(logits)
+            self._add_derivatives(names, trace, logits, batch.labels, scores)
+        weights = self.task.weights(logits, batch.labels)
         for where, jacobian in self.route.of_rest(self.network, batch, scores):
             self.rest[where] += weights.squares(jacobian.to(self.dtype)).sum(0, dtype=torch.float64)
+
+    def _summed(
+        self,
+        logits: Float[Tensor, "B M"],
+        labels: Int[Tensor, "B *L"] | None,
+        scores: Float[Tensor, "k B M"] | None,
+    ) -> Float[Tensor, "M M"]:
+        """Σ_n Λ_n; of drawn scores s, Σ s sᵀ."""
+        if scores is None:
+            return self.task.logit_weights(logits, labels).summed(self.dtype)
+        rows = scores.to(self.dtype).flatten(0, 1)
+        return (rows.T @ rows).double()
 
     def _add_derivatives(
         self,
         names: list[str],
         trace: Trace,
         logits: Float[Tensor, "B M"],
+        labels: Int[Tensor, "B *L"] | None,
         scores: Float[Tensor, "k B M"] | None,
     ) -> None:
         """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V.
@@ -296,9 +308,10 @@ class KroneckerAccumulator:
         """
         size, count = len(logits), logits.shape[1] if scores is None else len(scores)
         step = self.route.seeds_at_a_time(size, logits.device)
+        weights = self.task.logit_weights(logits, labels)
         for first in range(0, count, step):
             last = min(first + step, count)
-            columns = _root_columns(logits, self.task.fisher, first, last) if scores is None else scores[first:last]
+            columns = weights.columns(first, last) if scores is None else scores[first:last]
             derivatives = trace.derivatives(names, columns.to(logits.dtype))
             for layer in self.route.layers:
                 for derivative in derivatives.get(layer.name, ()):
@@ -318,35 +331,6 @@ class KroneckerAccumulator:
         ]
         rest = DiagonalSum(self.rest)
         return KroneckerSum(self.route.n_parameters, tuple(blocks), self.route.rest_spans, rest, _largest(self.rest))
-
-
-def _summed_fisher(
-    logits: Float[Tensor, "B M"], fisher: Fisher, dtype: torch.dtype, scores: Float[Tensor, "k B M"] | None
-) -> Float[Tensor, "M M"]:
-    """Σ_n Λ_n without making one Λ_n: −Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it.
-
-    Of drawn scores s, Σ s sᵀ.
-    """
-    if scores is not None:
-        rows = scores.to(dtype).flatten(0, 1)
-        return (rows.T @ rows).double()
-    diagonal = fisher_diagonal(logits).sum(0)
-    if fisher == "eta":
-        return torch.diag(diagonal)
-    probability = torch.softmax(logits.double(), 1).to(dtype)
-    total = -(probability.T @ probability).double()
-    total.diagonal().copy_(diagonal)
-    return total
-
-
-def _root_columns(logits: Float[Tensor, "B M"], fisher: Fisher, first: int, last: int) -> Float[Tensor, "k B M"]:
-    """Columns first … last−1 of R with R Rᵀ = Λ, in float64: √f_c (e_c − f), or √η_c e_c."""
-    classes = logits.shape[1]
-    units = torch.eye(classes, dtype=torch.float64, device=logits.device)[first:last, None]
-    if fisher == "eta":
-        return fisher_diagonal(logits)[:, first:last].sqrt().T[:, :, None] * units
-    probability = torch.softmax(logits.double(), 1)
-    return probability[:, first:last].sqrt().T[:, :, None] * (units - probability)
 
 
 def _largest(values: Float[Tensor, "k"]) -> float:

@@ -225,7 +225,14 @@ class Inspection:
     graphs: tuple[Graph, ...]
 
     def require_gauge(self, fisher: str) -> None:
-        """Refuse `eta` for log-probabilities: it depends on the shift of the logits, which they have lost."""
+        """Refuse log-probabilities where the shift of the logits matters, which they have lost: with `eta`, and where
+        each output is by itself."""
+        if self.ending == "LogSoftmax" and not self.network.kind.has_gauge:
+            raise ModelError(
+                "The model ends in a log-softmax, so its outputs are those of one of several classes; expected the "
+                f"logits of a sigmoid each for outputs='{self.network.kind.name}'. Use outputs='classes', or pass the "
+                "model without its log-softmax."
+            )
         if fisher == "eta" and self.ending == "LogSoftmax":
             raise ModelError(
                 "The model ends in a log-softmax, and fisher='eta' depends on the shift of the logits, which that "

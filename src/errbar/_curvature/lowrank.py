@@ -37,7 +37,7 @@ from errbar._base.checks import whole_number
 from errbar._base.container import Contents
 from errbar._base.memory import require_memory
 from errbar._base.triangles import by_columns, laid_out, read_positive
-from errbar._curvature.fisher import Fisher, fisher_root
+from errbar._curvature.fisher import Fisher, logit_weights
 from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.sketch import (
     FrequentDirections,
@@ -235,7 +235,8 @@ class LowRankAccumulator:
             self.is_finite = False
             return logits
         if self.scores is None:
-            vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
+            weights = logit_weights(self.network.kind, self.fisher, logits, batch.labels)
+            vectors = weights.thin_root().mT.to(logits.dtype)
         else:
             vectors = self.scores(batch, logits).transpose(0, 1).to(logits.dtype)
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
@@ -254,22 +255,6 @@ class LowRankAccumulator:
             raise ModelError("The model returned NaN or infinite logits; expected finite ones. Check its weights.")
         rows = self.sketch.finish()
         return LowRankSum(rows, self.sketch.diagonal, self.sketch.bound, self.sketch.rank)
-
-
-def fisher_columns(logits: Float[Tensor, "B M"], fisher: Fisher) -> Float[Tensor, "B M c"]:
-    """R with R Rᵀ = Λ in as few columns as there can be: M−1 for `ggn`, in float64.
-
-    Λ = diag √f (I − √f √fᵀ) diag √f, and the middle is the projection on √f⊥, for which the Householder reflection
-    that takes e₁ to −√f has an orthonormal basis: all its columns but the first, I − v vᵀ/(1 + √f₁), v = √f + e₁.
-    """
-    if fisher == "eta":
-        return fisher_root(logits, fisher)
-    root = torch.softmax(logits.double(), 1).sqrt()
-    normal = root.clone()
-    normal[:, 0] += 1
-    reflection = -normal[:, :, None] * (normal / normal[:, :1])[:, None, :]
-    reflection.diagonal(dim1=1, dim2=2).add_(1)
-    return root[:, :, None] * reflection[:, :, 1:]
 
 
 class LowRankFactor(Refactorised):

@@ -2,7 +2,8 @@
 
 With y drawn from f(x), the score s = ∂ ln f_y/∂g = e_y − f has E s sᵀ = diag f − f fᵀ = Λ. So the mean of the outer
 products of k drawn scores is an unbiased estimate of Λ of rank k, and costs k backward passes whatever the number of
-classes.
+classes. Of several labels each is drawn by itself: s = y − f, E s sᵀ = diag f (1 − f), with zero for one that is
+missing.
 
 A draw belongs to its sample: it follows from the seed and from a key, a hash of the sample's own numbers. Batches,
 ranks, their order, checkpoints and devices do not matter, and what is forgotten is what went in. Samples that are
@@ -23,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from errbar._base.checks import whole_number
 from errbar._base.counter import GAMMA, mixed, uniform
 from errbar._model.batch import Batch, leaves
+from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ArgumentError, DataWarning
 
 # Masks of sequences, by the names that models give them: what they leave out is padding.
@@ -67,11 +69,12 @@ class Repeats:
 class ScoreDraws:
     """`draws` scores of each sample, from labels that follow from `seed` and the sample.
 
-    `repeats` counts the samples that draw, where somebody wants to know.
+    `repeats` counts the samples that draw, where somebody wants to know; `kind` says what the logits mean.
     """
 
     draws: int
     seed: int
+    kind: OutputKind = field(default=CLASSES, repr=False)
     repeats: Repeats | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -83,22 +86,18 @@ class ScoreDraws:
         keys = sample_keys(batch)
         if self.repeats is not None:
             self.repeats.add(keys)
-        labels = self.labels(keys, logits)
-        probability = torch.softmax(logits.double(), 1)
-        scores = -probability.repeat(self.draws, 1, 1)
-        scores.scatter_add_(2, labels.T[..., None], torch.ones_like(scores[..., :1]))
+        scores = self.kind.scores(logits, self.labels(keys, logits), batch.labels)
         return scores / math.sqrt(self.draws)
 
     def counting(self, repeats: Repeats) -> ScoreDraws:
         """The same draws, counted."""
         return replace(self, repeats=repeats)
 
-    def labels(self, keys: Int[Tensor, "B"], logits: Float[Tensor, "B M"]) -> Int[Tensor, "B k"]:
-        """Labels drawn from softmax(g) by the inverse of its distribution function."""
-        cumulative = torch.softmax(logits.double(), 1).cumsum(1)
-        levels = uniforms(keys, self.seed, self.draws) * cumulative[:, -1:]
-        labels = torch.searchsorted(cumulative, levels, right=True)
-        return labels.clamp_max(logits.shape[1] - 1)
+    def labels(self, keys: Int[Tensor, "B"], logits: Float[Tensor, "B M"]) -> Int[Tensor, "B k *L"]:
+        """Labels drawn from f."""
+        count = self.kind.uniforms(logits.shape[1])
+        uniform = uniforms(keys, self.seed, self.draws * count)
+        return self.kind.drawn(logits, uniform.unflatten(1, (self.draws, count)))
 
 
 def require_draws(draws: object) -> int:
@@ -114,6 +113,8 @@ def sample_keys(batch: Batch) -> Int[Tensor, "B"]:
     Numbers count as float64, whatever their dtype, and zeros not at all; places that an attention mask leaves out do
     not count either. So padding with zeros, or behind a mask, changes no key.
     """
+    if batch.keys is not None:
+        return batch.keys
     size = len(batch)
     mask = mask_of(batch)
     total: Tensor | None = None

@@ -298,9 +298,12 @@ class Differentiating:
         self.structure, self.task, self.sums, self.rows = structure, task, sums, rows
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
-        logits = []
+        logits: list[Tensor] = []
+        start = 0
         for part, derivative in self.structure.derivatives(self.task, batch, self.task.scores):
-            weights = self.task.weights(part)
+            labels = None if batch.labels is None else batch.labels[start : start + len(part)]
+            weights = self.task.weights(part, labels)
+            start += len(part)
             self.sums.add(weights, derivative)
             logits.append(part)
             if self.rows is not None:

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from errbar._curvature.fisher import Fisher, LogitWeights, ScoreWeights, Weights
+from errbar._curvature.fisher import Fisher, RootedWeights, ScoreWeights, Weights, fisher_form, logit_weights
 from errbar._curvature.layout import Layout
+from errbar._curvature.positions import Positions
 from errbar._curvature.scores import ScoreDraws
 from errbar._derivative.route import Route
 from errbar._model.batch import Form, KeptUnpack, Unpack, kept_unpack
 from errbar._model.network import Network, Output, described_output, require_output
+from errbar._model.outputs import CLASSES, POSITIONS, OutputKind
+from errbar._model.positions import HeadNetwork, PositionsNetwork
 from errbar._model.selection import Selection, require_selection_on
 from errbar.errors import ArgumentError, MismatchError, ModelError
 
@@ -34,7 +37,7 @@ class Task:
     batches; a file has neither. `unpack` reads later batches as it read those of the fit, and `batch_form` is the form
     that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
     `scores` are the draws of `fisher="sampled"`. `parts` are the tasks of a mixed structure (`_curvature.mixed`), each
-    about some of the parameters, with a route of its own.
+    about some of the parameters, with a route of its own. `positions` say how those of an input count, if it has any.
     """
 
     network: Network
@@ -51,6 +54,7 @@ class Task:
     batch_form: Form | None = None
     scores: ScoreDraws | None = None
     parts: tuple[Task, ...] = ()
+    positions: Positions | None = None
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,14 +65,53 @@ class Task:
         """How the logits are differentiated: one route, or one for each part."""
         return tuple(part.route for part in self.parts) or (self.route,)
 
-    def weights(self, logits: Float[Tensor, "B M"]) -> Weights:
-        """Λ of some samples, in what is differentiated: the logits, or with `sampled` the drawn scores."""
+    @property
+    def kind(self) -> OutputKind:
+        """What the outputs of the network mean."""
+        return self.network.kind
+
+    @property
+    def fisher_form(self) -> Fisher:
+        """The form that Λ has: "eta" where it is diagonal, "ggn" where the logits have a gauge, or "sampled"."""
+        return fisher_form(self.kind, self.fisher)
+
+    def weights(self, logits: Float[Tensor, "B M"], labels: Int[Tensor, "B *L"] | None = None) -> Weights:
+        """Λ of some samples, in what is differentiated: the logits, or with `sampled` the drawn scores.
+
+        `labels` are those of these samples, as `kind` reads them.
+        """
         if self.scores is None:
-            return LogitWeights(logits, self.fisher)
+            return self.logit_weights(logits, labels)
         return ScoreWeights(len(logits), self.scores.draws, logits.device)
+
+    def logit_weights(self, logits: Float[Tensor, "B M"], labels: Int[Tensor, "B *L"] | None = None) -> RootedWeights:
+        """Λ in the logits themselves, which is not drawn."""
+        return logit_weights(self.kind, self.fisher, logits, labels)
+
+    @property
+    def outputs(self) -> str:
+        """What the outputs are, as `outputs=` names it."""
+        return self.kind.name if self.positions is None else POSITIONS
+
+    def require_classes(self, name: str) -> None:
+        """Refuse, in the name of what has only been made for one of M classes."""
+        if self.outputs != CLASSES.name:
+            raise ArgumentError(
+                f"{name} is for one of M classes, and this posterior was fitted with outputs='{self.outputs}'; "
+                "expected one that was fitted with outputs='classes'."
+            )
+
+    def require_no_positions(self) -> None:
+        """Refuse what gives each input one Gaussian."""
+        if self.positions is not None:
+            raise ArgumentError(
+                "With outputs='positions' every position of an input has a Gaussian of its own; expected "
+                "posterior.logits(x) or predict(x), which have all of them, or a posterior of outputs='classes'."
+            )
 
     def on(self, network: Network) -> Task:
         """The same task about a model that must have these parameters, in these layers."""
+        network = positions_view(network, self.positions)
         require_selection_on(network, self.selection)
         if self.route is not None:
             self.route.require_on(network, self.selection)
@@ -84,9 +127,11 @@ class Task:
             "weights (fingerprint)": self.network.fingerprint,
             "parameters": ", ".join(self.selection.names),
             "structure": self.structure,
-            "fisher": self.fisher,
+            "fisher": self.fisher_form,
+            "kind of outputs": self.outputs,
             "draws and seed": str(self.scores),
             "number of classes": str(self.n_classes),
+            "positions": str(self.positions),
             "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
             "rank of the sketch": str(self.rank),
@@ -96,17 +141,27 @@ class Task:
     def require_same_kind(self, other: Task) -> None:
         """Raise `MismatchError` unless sums of the two can be added."""
         for name, first, second in (
-            ("fisher", self.fisher, other.fisher),
+            ("outputs", self.outputs, other.outputs),
+            ("fisher", self.fisher_form, other.fisher_form),
             ("draws and seed", self.scores, other.scores),
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
             ("number of classes", self.n_classes, other.n_classes),
+            ("positions", self.positions, other.positions),
             ("weights (fingerprint)", self.network.fingerprint, other.network.fingerprint),
             ("outputs of the model", described_output(self.network.output), described_output(other.network.output)),
         ):
             if first != second:
                 values = "" if name == "parameters" else f": {first} and {second}"
                 raise MismatchError(f"Information of different {name} cannot be combined{values}.")
+
+
+def positions_view(network: Network, positions: Positions | None) -> Network:
+    """A network as what is known of its positions says that it is looked at."""
+    if positions is None or not network.has_model or isinstance(network, HeadNetwork):
+        return network
+    whole = network if isinstance(network, PositionsNetwork) else PositionsNetwork(network.model, network.output)
+    return whole if positions.head is None else HeadNetwork(whole, positions.head)
 
 
 def product_dtype(network: Network, precision: Precision | None) -> torch.dtype:
@@ -118,10 +173,11 @@ class AbsentNetwork(Network):
 
     has_model = False
 
-    def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None) -> None:
+    def __init__(self, fingerprint: str, dtype: torch.dtype, output: Output = None, kind: OutputKind = CLASSES) -> None:
         self.fingerprint = fingerprint
         self.dtype = dtype
         self.output = output
+        self.kind = kind
         self.device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -137,7 +193,7 @@ class AbsentNetwork(Network):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint, "dtype": self.dtype, "output": self.output}
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype, "output": self.output, "kind": self.kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

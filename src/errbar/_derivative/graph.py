@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._model.batch import Batch
-from errbar._model.network import Network, as_logits, replicate, run
+from errbar._model.network import Network, replicate, run
 from errbar.errors import ModelError
 
 # Operations that pass on their input: in another shape or dtype, a part of it, or a mean.
@@ -69,7 +69,7 @@ class Graph:
             part.register_forward_pre_hook(begin(name), prepend=True)
             part.register_forward_hook(end(name))
         with torch.enable_grad():
-            logits = as_logits(run(replica, batch, leaves), len(batch), network.output)
+            logits = network.as_logits(run(replica, batch, leaves), len(batch))
         ends = {name: max(stop for _, stop in spans) for name, spans in calls.items()}
         graph = Graph(logits, leaves, calls, ends)
         if not graph.used():

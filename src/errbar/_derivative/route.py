@@ -16,6 +16,7 @@ from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.trace import Seeds, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network
+from errbar._model.positions import PositionsNetwork
 from errbar._model.selection import Selection, listed
 from errbar.errors import MismatchError
 
@@ -83,6 +84,9 @@ class Route:
     @staticmethod
     def plan(network: Network, selection: Selection, batch: Batch) -> Route:
         """Decide by what the layers are and, for tokens, by what the first batch shows is cheaper."""
+        if isinstance(network, PositionsNetwork):
+            # As many logits as positions times classes: only combinations of them are differentiated.
+            return Route((), by_layer=LayerwiseRoute.plan(network, selection, batch))
         layers = tuple(linear_layers(network, selection))
         few = batch.rows(0, 2)
         require_deterministic(network, few)

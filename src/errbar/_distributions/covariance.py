@@ -33,7 +33,7 @@ class Covariance(Protocol):
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         """Var(g_i − g_j) for i ≠ j; the diagonal has no meaning."""
 
-    def __getitem__(self, rows: slice) -> Covariance: ...
+    def __getitem__(self, rows: slice | Tensor) -> Covariance: ...
 
     def __mul__(self, number: float) -> Covariance: ...
 
@@ -41,6 +41,9 @@ class Covariance(Protocol):
 
     def divided(self, by: Float[Tensor, "B"]) -> Covariance:
         """P^g of each input by a number of its own."""
+
+    def rescaled(self, by: Float[Tensor, "M"] | Float[Tensor, "B M"]) -> Covariance:
+        """diag a P^g diag a: the covariance of each logit times a number of its own."""
 
     def to(self, dtype: torch.dtype) -> Covariance: ...
 
@@ -53,8 +56,8 @@ class Covariance(Protocol):
     def joined(self, others: Sequence[Covariance]) -> Covariance:
         """The rows of this one and of others, one after the other; in full where their forms differ."""
 
-    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
-        """A with A Aᵀ = P^g on contrasts, in `dtype`; and the jitter that it needed."""
+    def sampling_root(self, dtype: torch.dtype, *, centred: bool = True) -> tuple[SamplingRoot, float]:
+        """A with A Aᵀ = P^g in `dtype`, on contrasts alone where it is `centred`; and the jitter that it needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +81,7 @@ class FullCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.variance()) - 2 * self.values
 
-    def __getitem__(self, rows: slice) -> FullCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> FullCovariance:
         return FullCovariance(self.values[rows])
 
     def __mul__(self, number: float) -> FullCovariance:
@@ -89,6 +92,10 @@ class FullCovariance:
 
     def divided(self, by: Float[Tensor, "B"]) -> FullCovariance:
         return FullCovariance(self.values / by.to(self.values.dtype)[:, None, None])
+
+    def rescaled(self, by: Float[Tensor, "M"] | Float[Tensor, "B M"]) -> FullCovariance:
+        scale = by.to(self.values.dtype)
+        return FullCovariance(self.values * scale[..., :, None] * scale[..., None, :])
 
     def to(self, dtype: torch.dtype) -> FullCovariance:
         return FullCovariance(self.values.to(dtype))
@@ -104,8 +111,13 @@ class FullCovariance:
     def joined(self, others: Sequence[Covariance]) -> FullCovariance:
         return FullCovariance(torch.cat([self.values, *(other.matrix() for other in others)]))
 
-    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
-        """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g."""
+    def sampling_root(self, dtype: torch.dtype, *, centred: bool = True) -> tuple[SamplingRoot, float]:
+        """A = E L with L the lower Cholesky factor of EᵀP^gE, so that A Aᵀ is the centred P^g; or that of P^g."""
+        if not centred:
+            lower, jitter = linalg.safe_cholesky(
+                self.values, name="The covariance of the logits", limit=linalg.largest_jitter(self.values.dtype)
+            )
+            return SamplingRoot(lower.to(dtype)), jitter
         lower, jitter = linalg.safe_cholesky(
             linalg.contrast_covariance(self.values),
             name="The covariance of the logits",
@@ -133,7 +145,7 @@ class DiagonalCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.values)
 
-    def __getitem__(self, rows: slice) -> DiagonalCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> DiagonalCovariance:
         return DiagonalCovariance(self.values[rows])
 
     def __mul__(self, number: float) -> DiagonalCovariance:
@@ -144,6 +156,9 @@ class DiagonalCovariance:
 
     def divided(self, by: Float[Tensor, "B"]) -> DiagonalCovariance:
         return DiagonalCovariance(self.values / by.to(self.values.dtype)[:, None])
+
+    def rescaled(self, by: Float[Tensor, "M"] | Float[Tensor, "B M"]) -> DiagonalCovariance:
+        return DiagonalCovariance(self.values * by.to(self.values.dtype).square())
 
     def to(self, dtype: torch.dtype) -> DiagonalCovariance:
         return DiagonalCovariance(self.values.to(dtype))
@@ -160,8 +175,8 @@ class DiagonalCovariance:
             return FullCovariance(self.matrix()).joined(others)
         return DiagonalCovariance(torch.cat([self.values, *parts]))
 
-    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
-        """√v."""
+    def sampling_root(self, dtype: torch.dtype, *, centred: bool = True) -> tuple[SamplingRoot, float]:
+        """√v; a common shift of such draws does no harm."""
         return SamplingRoot(self.values.clamp_min(0).sqrt().to(dtype)), 0.0
 
 
@@ -193,7 +208,7 @@ class FactoredCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.variance()) - 2 * self.matrix()
 
-    def __getitem__(self, rows: slice) -> FactoredCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> FactoredCovariance:
         return replace(self, weights=self.weights[rows])
 
     def __mul__(self, number: float) -> FactoredCovariance:
@@ -204,6 +219,12 @@ class FactoredCovariance:
 
     def divided(self, by: Float[Tensor, "B"]) -> FactoredCovariance:
         return replace(self, weights=self.weights / by.to(self.weights.dtype)[:, None])
+
+    def rescaled(self, by: Float[Tensor, "M"] | Float[Tensor, "B M"]) -> Covariance:
+        """With one number for each logit the basis changes; with one for each input besides, it is in full."""
+        if by.ndim == 1:
+            return replace(self, basis=self.basis * by.to(self.basis.dtype)[:, None])
+        return FullCovariance(self.matrix()).rescaled(by)
 
     def to(self, dtype: torch.dtype) -> FactoredCovariance:
         return replace(self, weights=self.weights.to(dtype))
@@ -223,10 +244,11 @@ class FactoredCovariance:
             return FullCovariance(self.matrix()).joined(others)
         return replace(self, weights=torch.cat([self.weights, *parts]))
 
-    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
-        """√w along Q without the common shift."""
+    def sampling_root(self, dtype: torch.dtype, *, centred: bool = True) -> tuple[SamplingRoot, float]:
+        """√w along Q, without the common shift where it is `centred`."""
         deviations = self.weights.clamp_min(0).sqrt().to(dtype)
-        return SamplingRoot(deviations, self._centred_basis().to(dtype), self.rotation), 0.0
+        basis = self._centred_basis() if centred else self.basis
+        return SamplingRoot(deviations, basis.to(dtype), self.rotation), 0.0
 
     def _centred_basis(self) -> Float[Tensor, "M r"]:
         """Q without the common shift of the logits, which softmax ignores and whose variance can be huge."""
@@ -262,7 +284,7 @@ class DrawnCovariance:
     def difference_variance(self) -> Float[Tensor, "B M M"]:
         return _pair_sums(self.variance()) - 2 * self.matrix()
 
-    def __getitem__(self, rows: slice) -> DrawnCovariance:
+    def __getitem__(self, rows: slice | Tensor) -> DrawnCovariance:
         return DrawnCovariance(self.deviations[rows])
 
     def __mul__(self, number: float) -> DrawnCovariance:
@@ -273,6 +295,9 @@ class DrawnCovariance:
 
     def divided(self, by: Float[Tensor, "B"]) -> DrawnCovariance:
         return DrawnCovariance(self.deviations / by.sqrt().to(self.deviations.dtype)[:, None, None])
+
+    def rescaled(self, by: Float[Tensor, "M"] | Float[Tensor, "B M"]) -> DrawnCovariance:
+        return DrawnCovariance(self.deviations * by.to(self.deviations.dtype)[..., None])
 
     def to(self, dtype: torch.dtype) -> DrawnCovariance:
         return DrawnCovariance(self.deviations.to(dtype))
@@ -292,9 +317,10 @@ class DrawnCovariance:
             return FullCovariance(self.matrix()).joined(others)
         return DrawnCovariance(torch.cat([self.deviations, *parts]))
 
-    def sampling_root(self, dtype: torch.dtype) -> tuple[SamplingRoot, float]:
-        """The draws themselves, without the common shift."""
-        return SamplingRoot(self.centred().deviations.to(dtype), kept=True), 0.0
+    def sampling_root(self, dtype: torch.dtype, *, centred: bool = True) -> tuple[SamplingRoot, float]:
+        """The draws themselves, without the common shift where it is `centred`."""
+        draws = self.centred() if centred else self
+        return SamplingRoot(draws.deviations.to(dtype), kept=True), 0.0
 
 
 @dataclass(frozen=True, eq=False)

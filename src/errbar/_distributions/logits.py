@@ -14,8 +14,9 @@ from torch import Tensor
 from errbar._base import linalg
 from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import Covariance, FullCovariance, JointCovariance
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.prediction import Prediction, prediction_of
 from errbar._distributions.sampling import GaussianSampler, SamplingRoot
+from errbar._model.outputs import CLASSES, OutputKind, require_outputs
 from errbar.errors import ArgumentError, CovarianceError, MismatchError
 
 # What makes `covariance` a field that is taken from `form` when it is read: `repr` and `dataclasses.replace` know it.
@@ -30,7 +31,8 @@ class LogitGaussian:
     `rank` is set by `fuse_frames`: the rank of the covariance between the frames that it could invert. `classes` are
     set by `logits(x, top=…)`: which of the network's classes the columns are. `form` holds P^g, in full or more
     compactly. `origin` is the fingerprint of the posterior whose logits these are, as they are: what changes them
-    (`tempered`, `scaled`, `calibrated`) drops it.
+    (`tempered`, `scaled`, `calibrated`) drops it. `kind` says what the logits mean; of several labels there is no
+    common shift, and M is their number L.
     """
 
     mean: Float[Tensor, "B M"]
@@ -38,6 +40,7 @@ class LogitGaussian:
     rank: int | None = None
     classes: Int[Tensor, "B M"] | None = field(default=None, repr=False)
     origin: str | None = field(default=None, repr=False)
+    kind: OutputKind = field(default=CLASSES, repr=False)
     form: Covariance = field(init=False, repr=False)
 
     def __init__(
@@ -47,10 +50,12 @@ class LogitGaussian:
         rank: int | None = None,
         classes: Int[Tensor, "B M"] | None = None,
         origin: str | None = None,
+        kind: OutputKind | str = CLASSES,
     ) -> None:
         """A tensor is checked; a covariance object, which is valid by construction, is not, nor is its mean."""
-        form = covariance if _is_form(covariance) else _checked_covariance(mean, covariance)
-        values = {"mean": mean, "form": form, "rank": rank, "classes": classes, "origin": origin}
+        kind = require_outputs(kind) if isinstance(kind, str) else kind
+        form = covariance if _is_form(covariance) else _checked_covariance(mean, covariance, kind)
+        values = {"mean": mean, "form": form, "rank": rank, "classes": classes, "origin": origin, "kind": kind}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -67,11 +72,18 @@ class LogitGaussian:
             form,
             classes=torch.cat(classes) if classes else None,
             origin=origins.pop() if len(origins) == 1 else None,
+            kind=parts[0].kind,
         )
 
     def of_origin(self, origin: str) -> LogitGaussian:
         """The same Gaussians, known to be those of the posterior with this fingerprint."""
-        return LogitGaussian(self.mean, self.form, self.rank, self.classes, origin)
+        return LogitGaussian(self.mean, self.form, self.rank, self.classes, origin, self.kind)
+
+    def of_kind(self, kind: OutputKind) -> LogitGaussian:
+        """The same Gaussians of logits that mean something else."""
+        if kind is self.kind:
+            return self
+        return LogitGaussian(self.mean, self.form, self.rank, self.classes, self.origin, kind)
 
     @property
     def variance(self) -> Float[Tensor, "B M"]:
@@ -79,9 +91,12 @@ class LogitGaussian:
         return self.form.variance()
 
     @property
-    def contrast_variance(self) -> Float[Tensor, "B"]:
-        """The mean variance of the M−1 contrasts: tr(P^g − mean)/(M−1), the part that softmax can see."""
-        return self.form.contrast_variance()
+    def contrast_variance(self) -> Float[Tensor, "B"] | Float[Tensor, "B L"]:
+        """The mean variance of the M−1 contrasts: tr(P^g − mean)/(M−1), the part that softmax can see.
+
+        A label is two classes with the logits 0 and g, so of several labels it is half the variance of each.
+        """
+        return self.form.contrast_variance() if self.kind.has_gauge else self.variance / 2
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -90,44 +105,60 @@ class LogitGaussian:
         if not isinstance(rows, slice):
             raise ArgumentError(f"A LogitGaussian is indexed by slices, got {rows!r}; use gaussian[i : i + 1].")
         classes = None if self.classes is None else self.classes[rows]
+        return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes, self.origin, self.kind)
+
+    def at(self, rows: Tensor) -> LogitGaussian:
+        """Some of the inputs, by a mask or by their numbers."""
+        classes = None if self.classes is None else self.classes[rows]
         return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes, self.origin)
 
     def of_classes(self, classes: Int[Tensor, "B t"]) -> LogitGaussian:
         """The logits of some classes of each input, in this order."""
         return LogitGaussian(
-            self.mean.gather(1, classes), self.form.of_classes(classes), self.rank, classes, self.origin
+            self.mean.gather(1, classes), self.form.of_classes(classes), self.rank, classes, self.origin, self.kind
         )
 
     def rounded(self) -> LogitGaussian:
         """The covariance in the dtype of the mean."""
-        return LogitGaussian(self.mean, self.form.to(self.mean.dtype), self.rank, self.classes, self.origin)
+        form = self.form.to(self.mean.dtype)
+        return LogitGaussian(self.mean, form, self.rank, self.classes, self.origin, self.kind)
 
     def tempered(self, temperature: float) -> LogitGaussian:
         """N(ĝ/T, P^g/T²): the distribution of g/T (eq:temp scaling)."""
         T = require_temperature(temperature)
-        return LogitGaussian(self.mean / T, self.form / T**2, self.rank, self.classes)
+        return LogitGaussian(self.mean / T, self.form / T**2, self.rank, self.classes, kind=self.kind)
 
     def scaled(self, covariance_scale: float) -> LogitGaussian:
         """N(ĝ, T_c P^g) (sec:high-level)."""
         scale = require_covariance_scale(covariance_scale)
-        return LogitGaussian(self.mean, self.form * scale, self.rank, self.classes)
+        return LogitGaussian(self.mean, self.form * scale, self.rank, self.classes, kind=self.kind)
 
     def calibrated(self, calibration: Calibration) -> LogitGaussian:
         """N(ĝ/T(x), T_c P^g/T(x)²), T(x) = T √(1 + c v̄(x)) with v̄ the `contrast_variance` of this Gaussian."""
         if calibration.softening == 0:
             form = self.form / calibration.temperature**2 * calibration.covariance_scale
-            return LogitGaussian(self.mean / calibration.temperature, form, self.rank, self.classes)
+            return LogitGaussian(self.mean / calibration.temperature, form, self.rank, self.classes, kind=self.kind)
         if self.classes is not None:
             raise ArgumentError(
                 "These are the logits of some classes alone, and softening needs the variance of all of them; "
                 "expected logits(x) without top. logits(x, top=…) of a calibrated posterior has its softening in it."
             )
         T = calibration.temperatures(self.contrast_variance)
+        if not self.kind.has_gauge:
+            form = self.form.rescaled(1 / T) * calibration.covariance_scale
+            return LogitGaussian(self.mean / T.to(self.mean.dtype), form, self.rank, kind=self.kind)
         form = self.form.divided(T.square()) * calibration.covariance_scale
         return LogitGaussian(self.mean / T.to(self.mean.dtype)[:, None], form, self.rank)
 
+    def with_label_factors(self, factors: Sequence[tuple[float, float]]) -> LogitGaussian:
+        """The logit of label l divided by t_l, and its deviations times √s_l, for a pair (t_l, s_l) of each label."""
+        T, scale = torch.tensor(factors, dtype=torch.float64, device=self.mean.device).T
+        form = self.form.rescaled(scale.sqrt() / T)
+        return LogitGaussian(self.mean / T.to(self.mean.dtype), form, self.rank, kind=self.kind)
+
     def centered(self) -> LogitGaussian:
         """The distribution of g minus its mean over the classes, which has the same softmax."""
+        self._require_gauge("centered()")
         mean = self.mean - self.mean.mean(1, keepdim=True)
         return LogitGaussian(mean, self.form.centred(), self.rank, self.classes, self.origin)
 
@@ -136,12 +167,12 @@ class LogitGaussian:
 
         Of some `classes` alone, the probabilities are conditional on these: they sum to one over them.
         """
-        root, jitter = self.form.sampling_root(self.mean.dtype)
-        return Prediction.from_sampler(GaussianSampler.of(self.mean, root, samples, seed, draws), jitter)
+        root, jitter = self.form.sampling_root(self.mean.dtype, centred=self.kind.has_gauge)
+        return prediction_of(GaussianSampler.of(self.mean, root, samples, seed, draws, self.kind), jitter)
 
     def sampling_root(self) -> SamplingRoot:
         """The root that turns draws into logits, as in `predict`."""
-        return self.form.sampling_root(self.mean.dtype)[0]
+        return self.form.sampling_root(self.mean.dtype, centred=self.kind.has_gauge)[0]
 
     def mean_field_pmf(self) -> Float[Tensor, "B M"]:
         """A closed form for the PMF, without samples and so without error bars: an approximation.
@@ -150,12 +181,21 @@ class LogitGaussian:
             s_ij = σ(d_ij/√(1 + π/8 · Var d_ij)),   d_ij = g_i − g_j,
         and the comparisons are put together as if they were exact softmax ratios, f_i ∝ 1/(1 + Σ_{j≠i} (1/s_ij − 1)).
         It depends on contrasts only, and for two classes it is the probit approximation itself. Its error is in
-        docs/performance.md.
+        docs/performance.md. Of several labels it is the probit approximation of each.
         """
+        if not self.kind.has_gauge:
+            return torch.sigmoid(self.mean / (1 + torch.pi / 8 * self.variance.clamp_min(0)).sqrt())
         difference = self.mean[:, :, None] - self.mean[:, None, :]
         scaled = difference / (1 + torch.pi / 8 * self.form.difference_variance().clamp_min(0)).sqrt()
         # 1/s − 1 = e^{−scaled}; the class itself contributes e⁰ = 1.
         return torch.softmax(-torch.logsumexp(-scaled, 2), 1)
+
+    def _require_gauge(self, name: str) -> None:
+        if not self.kind.has_gauge:
+            raise ArgumentError(
+                f"{name} takes a common shift of the logits away, and these are of outputs='{self.kind.name}', where "
+                "there is none; expected logits of outputs='classes'. Use the Gaussian as it is."
+            )
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -213,8 +253,8 @@ def _has_form(kind: type) -> bool:
     return issubclass(kind, Covariance)
 
 
-def _checked_covariance(mean: Tensor, covariance: Any) -> FullCovariance:
-    _require_logits(mean, "mean")
+def _checked_covariance(mean: Tensor, covariance: Any, kind: OutputKind) -> FullCovariance:
+    _require_logits(mean, "mean", kind)
     size, classes = mean.shape
     _require_shape(covariance, (size, classes, classes), mean)
     linalg.require_covariance(covariance, name="The covariance of the logits")
@@ -222,7 +262,7 @@ def _checked_covariance(mean: Tensor, covariance: Any) -> FullCovariance:
 
 
 def _checked_joint_covariance(mean: Tensor, covariance: Tensor) -> JointCovariance:
-    _require_logits(mean, "mean")
+    _require_logits(mean, "mean", CLASSES)
     frames, classes = mean.shape
     _require_shape(covariance, (frames, classes, frames, classes), mean)
     size = frames * classes
@@ -234,10 +274,12 @@ def _checked_joint_covariance(mean: Tensor, covariance: Tensor) -> JointCovarian
     )
 
 
-def _require_logits(mean: Tensor, name: str) -> None:
-    if not isinstance(mean, Tensor) or mean.ndim != 2 or mean.shape[1] < 2:
+def _require_logits(mean: Tensor, name: str, kind: OutputKind) -> None:
+    least = 2 if kind.has_gauge else 1
+    if not isinstance(mean, Tensor) or mean.ndim != 2 or mean.shape[1] < least:
         shape = tuple(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
-        raise MismatchError(f"The {name} has shape {shape}; expected (inputs, classes) with two or more classes.")
+        expected = "(inputs, classes) with two or more classes" if kind.has_gauge else f"(inputs, {kind.noun})"
+        raise MismatchError(f"The {name} has shape {shape}; expected {expected}.")
     if mean.dtype not in (torch.float32, torch.float64):
         raise MismatchError(f"The {name} is {mean.dtype}; expected float32 or float64.")
     if not bool(torch.isfinite(mean).all()):

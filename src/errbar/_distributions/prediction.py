@@ -11,7 +11,7 @@ from torch import Tensor
 
 from errbar._base.execution import plain_execution
 from errbar._distributions.sampling import (
-    GaussianSampler,
+    Replicable,
     Sampler,
     blocks,
     covariance_of_draws,
@@ -82,8 +82,8 @@ class Prediction:
         NaN where the draws cannot show it: from one sample, or from one antithetic pair.
         """
         sampler = self.sampler
-        if isinstance(sampler, GaussianSampler) and sampler.draws == "sobol":
-            pmfs = [Prediction.from_sampler(other).pmf for other in sampler.replicates(_REPLICATES)]
+        if isinstance(sampler, Replicable) and sampler.draws == "sobol":
+            pmfs = [mean_over_draws(other) for other in sampler.replicates(_REPLICATES)]
             return torch.stack(pmfs, 2).var(2).sqrt()
         error = error_of_pairs if sampler.draws == "antithetic" else error_of_draws
         return over_blocks(sampler, error, sampler.classes)
@@ -135,6 +135,54 @@ class Prediction:
     def samples(self) -> Float[Tensor, "B K M"]:
         """All samples f⁽ᵏ⁾; B·K·M numbers."""
         return over_blocks(self.sampler, lambda f: f.mT, self.sampler.samples, self.sampler.classes)
+
+
+class LabelPrediction(Prediction):
+    """The probabilities f̂_l = (1/K) Σ_k σ(g_l⁽ᵏ⁾) of L labels of B inputs, and all statistics of their samples.
+
+    Labels are true or false by themselves, so `pmf` (B, L) holds the probability that each is true, and rows do not
+    sum to one. `covariance`, `std`, `standard_error`, `risk`, `interval` and `samples` are those of these
+    probabilities; `label`, `confidence`, `entropy` and `mutual_information` have a number for each label.
+    """
+
+    @cached_property
+    def label(self) -> Int[Tensor, "B L"]:
+        """1 for the labels that are more likely true than not, 0 for the others."""
+        return (self.pmf > 0.5).long()
+
+    @cached_property
+    def confidence(self) -> Float[Tensor, "B L"]:
+        """The probability of `label`: max(f̂_l, 1 − f̂_l)."""
+        return torch.maximum(self.pmf, 1 - self.pmf)
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "B L"]:
+        """−f̂ ln f̂ − (1 − f̂) ln(1 − f̂) of each label, in nats."""
+        return _entropy(_both(self.pmf).flatten(0, 1)).unflatten(0, self.pmf.shape)
+
+    @cached_property
+    def mutual_information(self) -> Float[Tensor, "B L"]:
+        """The part of the entropy of each label that comes from the parameters, in nats."""
+
+        def each(start: int, stop: int) -> Float[Tensor, "b L"]:
+            pmf = _both(self.pmf[start:stop])
+            values = _both(self.sampler.block(start, stop))
+            return _mutual_information(values.flatten(0, 1), pmf.flatten(0, 1)).unflatten(0, pmf.shape[:2])
+
+        with plain_execution(self.pmf.device):
+            parts = [each(start, stop) for start, stop in blocks(self.sampler)]
+            return torch.cat(parts) if parts else self.pmf.new_empty(self.pmf.shape)
+
+
+def prediction_of(sampler: Sampler, jitter: float = 0.0) -> Prediction:
+    """The prediction of the kind that the sampler is of."""
+    kind = Prediction if sampler.kind.has_gauge else LabelPrediction
+    return kind(mean_over_draws(sampler), sampler, jitter)
+
+
+def _both(probability: Float[Tensor, "b L *K"]) -> Float[Tensor, "b L 2 *K"]:
+    """That a label is false and that it is true, as two classes."""
+    return torch.stack([1 - probability, probability], 2)
 
 
 def _entropy(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:

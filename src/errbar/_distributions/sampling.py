@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ from torch import Tensor
 from errbar._base.checks import whole_number
 from errbar._base.execution import plain_execution
 from errbar._base.memory import require_memory, usable_bytes
+from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ArgumentError
 
 # Bytes of one block of samples, which should stay in the cache between the passes of a softmax; a GPU needs few large
@@ -124,7 +125,10 @@ class SamplingRoot:
 
 
 class Sampler(Protocol):
-    """Samples f⁽ᵏ⁾ of the PMF of some rows."""
+    """Samples f⁽ᵏ⁾ of the PMF of some rows; for several labels, of the probability of each."""
+
+    @property
+    def kind(self) -> OutputKind: ...
 
     @property
     def rows(self) -> int: ...
@@ -146,12 +150,19 @@ class Sampler(Protocol):
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]: ...
 
 
+@runtime_checkable
+class Replicable(Protocol):
+    """A sampler that can draw again."""
+
+    def replicates(self, count: int) -> Iterator[Sampler]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class GaussianSampler:
     """f⁽ᵏ⁾ = softmax(ĝ + A z⁽ᵏ⁾), A Aᵀ = P^g on contrasts, with the same draws z for every input (eq:gmarg).
 
     `mean` is 0 for the most likely class, so that the logits that count are the ones with the least rounding; `normal`
-    is rotated already.
+    is rotated already. Of several labels f⁽ᵏ⁾ = σ(ĝ + A z⁽ᵏ⁾), with A Aᵀ = P^g and ĝ as it is.
     """
 
     mean: Float[Tensor, "B M"]
@@ -159,11 +170,20 @@ class GaussianSampler:
     normal: Float[Tensor, "d K"]
     draws: str
     seed: int
+    kind: OutputKind = CLASSES
 
     @staticmethod
-    def of(mean: Float[Tensor, "B M"], root: SamplingRoot, samples: int, seed: int, draws: str) -> GaussianSampler:
+    def of(
+        mean: Float[Tensor, "B M"],
+        root: SamplingRoot,
+        samples: int,
+        seed: int,
+        draws: str,
+        kind: OutputKind = CLASSES,
+    ) -> GaussianSampler:
         normal = root.draws(require_samples(samples), seed, mean, draws)
-        return GaussianSampler(mean - mean.amax(1, keepdim=True), root, normal, draws, require_seed(seed))
+        shifted = mean - mean.amax(1, keepdim=True) if kind.has_gauge else mean
+        return GaussianSampler(shifted, root, normal, draws, require_seed(seed), kind)
 
     @property
     def rows(self) -> int:
@@ -182,13 +202,18 @@ class GaussianSampler:
         return self.mean
 
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
-        return softmax_over_classes_(self._logits(start, stop))
+        return probabilities_(self._logits(start, stop), self.kind)
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
         """c + (1/K) Σ_k (f⁽ᵏ⁾ − c): the rounding of the sum is in proportion to the spread of f, and none without it.
 
         c is the least of some draws, class by class. So c ≤ K f̂/16: small probabilities keep their digits too.
         """
+        if not self.kind.has_gauge:
+            values = self.block(start, stop)
+            least = values[:, :, :_LOW_DRAWS].amin(2)
+            values -= least[:, :, None]
+            return least + values.sum(2) / self.samples
         exponentials = self._logits(start, stop)
         exponentials -= exponentials.amax(1, keepdim=True)
         exponentials.exp_()
@@ -215,6 +240,7 @@ class GivenSampler:
     """Independent samples that are already there (eq:genMC)."""
 
     values: Float[Tensor, "B M K"]
+    kind: OutputKind = CLASSES
 
     @property
     def rows(self) -> int:
@@ -241,6 +267,11 @@ class GivenSampler:
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
         return self.values[start:stop].mean(2, dtype=torch.float64).to(self.values.dtype)
+
+
+def probabilities_(logits: Float[Tensor, "b M K"], kind: OutputKind) -> Float[Tensor, "b M K"]:
+    """f of logits, in place."""
+    return softmax_over_classes_(logits) if kind.has_gauge else logits.sigmoid_()
 
 
 def softmax_over_classes_(logits: Float[Tensor, "b M K"]) -> Float[Tensor, "b M K"]:

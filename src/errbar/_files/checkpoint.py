@@ -135,6 +135,7 @@ def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
     for name, current, previous in (
         ("weights of the model", task.network.fingerprint, checkpoint.task.network.fingerprint),
         ("parameters", task.selection, checkpoint.task.selection),
+        ("outputs", task.outputs, checkpoint.task.outputs),
         ("fisher", task.fisher, checkpoint.task.fisher),
         ("draws or another seed", task.scores, checkpoint.task.scores),
         ("structure", task.structure, checkpoint.task.structure),

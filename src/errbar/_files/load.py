@@ -28,7 +28,7 @@ from errbar._files.task import checked_classes, read_information, read_task
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output, described_output
 from errbar._posterior.information import Information
-from errbar._posterior.posterior import Posterior, condition, jitter_limit
+from errbar._posterior.posterior import LabelFactors, Posterior, condition, jitter_limit
 from errbar._posterior.prior import Prior
 from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchError
 
@@ -61,6 +61,7 @@ class FileDescription:
     weights: str
     structure: str
     fisher: str
+    outputs: str
     dtype: str
     parameters: Mapping[str, tuple[int, ...]]
     n_parameters: int
@@ -219,7 +220,7 @@ def verify(path: Path, model: nn.Module | Sequence[nn.Module] | None = None) -> 
         if member.kind == "posterior":
             _factor(member, information, _prior(member, information))
         if own is not None:
-            information.about(Network(own))
+            information.about(Network(own, kind=information.network.kind))
     return description
 
 
@@ -261,8 +262,10 @@ def _posterior(
     bound = information.with_model(model, unpack=unpack, output=output)
     factor = _factor(contents, information, prior)
     if factor is None:
-        return replace(condition(bound, prior), **vars(calibration))
-    return Posterior(bound, prior, factor.to(bound.network.device), **vars(calibration))
+        posterior = replace(condition(bound, prior), **vars(calibration))
+    else:
+        posterior = Posterior(bound, prior, factor.to(bound.network.device), **vars(calibration))
+    return posterior.with_label_factors(_label_factors(fields, information))
 
 
 def _require_one_network(contents: Contents) -> None:
@@ -446,6 +449,7 @@ def _description(contents: Contents) -> FileDescription:
         weights=task.network.fingerprint,
         structure=task.structure,
         fisher=task.fisher,
+        outputs=task.outputs,
         dtype=str(task.dtype).removeprefix("torch."),
         parameters=dict(zip(task.selection.names, task.selection.shapes, strict=True)),
         n_parameters=task.selection.n_parameters,
@@ -473,6 +477,16 @@ def _temperature(fields: Fields) -> float:
 def _softening(fields: Fields) -> float:
     """c, which files of before there was one, and files of posteriors without one, do not have."""
     return fields.number("softening", least=0) if "softening" in fields else 0.0
+
+
+def _label_factors(fields: Fields, information: Information) -> LabelFactors | None:
+    """What T and T_c of each label are times those of all; most posteriors have none."""
+    if "label_factors" not in fields:
+        return None
+    parts = fields.parts("label_factors")
+    if information.task.kind.has_gauge or len(parts) != information.n_classes:
+        raise DamagedFileError(f"{fields.where} has factors of {len(parts)} labels; expected one for each of its own.")
+    return tuple((_temperature(part), part.number("covariance_scale", least=0)) for part in parts)
 
 
 def _noun(kind: str) -> str:

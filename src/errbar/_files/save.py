@@ -85,6 +85,9 @@ def _posterior_record(
     if posterior.softening > 0:
         # Only then, so that other files are those of before there was a softening.
         description["softening"] = posterior.softening
+    if posterior.label_factors is not None:
+        factors = [{"temperature": T, "covariance_scale": scale} for T, scale in posterior.label_factors]
+        description["label_factors"] = factors
     return description, tensors
 
 

@@ -17,6 +17,7 @@ from errbar._base.container import Contents
 from errbar._base.json_fields import Fields
 from errbar._curvature.fisher import Fisher
 from errbar._curvature.mixture import is_mixture
+from errbar._curvature.positions import Positions, scores_of_positions
 from errbar._curvature.registry import require_structure, structure_called, structure_names
 from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.structure import Description, Tensors
@@ -26,6 +27,7 @@ from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.route import Route
 from errbar._model.batch import FORMS, Form
 from errbar._model.network import Output
+from errbar._model.outputs import CLASSES, KINDS, OutputKind
 from errbar._model.selection import Selection
 from errbar._posterior.information import Information
 from errbar._posterior.seen import KEY_BITS, MOST_KEYS, Seen
@@ -59,12 +61,16 @@ def route_description(route: Route | None) -> Description:
 
 def task_description(task: Task) -> Description:
     """A task without its network, of which only the fingerprint and the dtype of results are kept."""
-    scores = {} if task.scores is None else {"scores": asdict(task.scores)}
+    scores = {} if task.scores is None else {"scores": {"draws": task.scores.draws, "seed": task.scores.seed}}
+    kind = {} if task.kind == CLASSES else {"outputs": task.kind.name}
     plans = [route_description(part.route) | {"rank": part.rank} for part in task.parts]
     parts = {"parts": plans} if plans else {}
+    positions = {} if task.positions is None else {"positions": asdict(task.positions)}
     return (
         scores
+        | kind
         | parts
+        | positions
         | {
             "weights": task.network.fingerprint,
             "dtype": _name(task.network.dtype),
@@ -86,11 +92,13 @@ def task_description(task: Task) -> Description:
 def read_task(fields: Fields) -> Task:
     """The task of a file, about an absent network."""
     dtype = {"float32": torch.float32, "float64": torch.float64}[fields.choice("dtype", ("float32", "float64"))]
-    network = AbsentNetwork(fields.digest("weights"), dtype, _read_output(fields))
+    # Older files have classes.
+    kind = KINDS[fields.choice("outputs", tuple(KINDS)) if "outputs" in fields else CLASSES.name]
+    network = AbsentNetwork(fields.digest("weights"), dtype, _read_output(fields), kind)
     precision: Any = fields.choice("precision", ("float64",)) if "precision" in fields else None
     structure = _read_structure(fields)
     fisher: Any = fields.choice("fisher", get_args(Fisher))
-    n_classes = fields.whole("n_classes", 2)
+    n_classes = fields.whole("n_classes", 2 if kind.has_gauge else 1)
     parameters = fields.parts("parameters")
     names = tuple(part.text("name") for part in parameters)
     shapes = tuple(part.wholes("shape") for part in parameters)
@@ -108,8 +116,10 @@ def read_task(fields: Fields) -> Task:
         n_classes,
         precision,
         batch_form=_read_form(fields),
-        scores=_read_scores(fields, fisher),
+        scores=_read_scores(fields, fisher, kind),
+        positions=_read_positions(fields),
     )
+    task = replace(task, scores=scores_of_positions(task.scores, task.positions, n_classes))
     plan = fields.part("plan")
     return _with_parts(task, fields) if is_mixture(structure) else _with_route(task, plan)
 
@@ -142,12 +152,24 @@ def _with_parts(task: Task, fields: Fields) -> Task:
     return replace(task, parts=tuple(_with_route(*pair) for pair in zip(parts, plans, strict=True)))
 
 
-def _read_scores(fields: Fields, fisher: str) -> ScoreDraws | None:
+def _read_scores(fields: Fields, fisher: str, kind: OutputKind) -> ScoreDraws | None:
     """The draws of a sampled Fisher information; files of before there was one say nothing."""
     if fisher != "sampled":
         return None
     part = fields.part("scores")
-    return ScoreDraws(part.whole("draws", 1), part.whole("seed"))
+    return ScoreDraws(part.whole("draws", 1), part.whole("seed"), kind)
+
+
+def _read_positions(fields: Fields) -> Positions | None:
+    """How positions count; files of other outputs have no such field."""
+    if "positions" not in fields:
+        return None
+    part = fields.part("positions")
+    head = part.text("head") if "head" in part else None
+    share = part.number("share", least=0)
+    if not 0 < share <= 1:
+        raise DamagedFileError(f"{fields.where} counts a share of {share!r} of the positions.")
+    return Positions(head, share, part.whole("seed"), part.whole("ignore_index", -(2**63)))
 
 
 def _saved_output(output: Output) -> Description | None:

@@ -43,13 +43,15 @@ _UNFIT = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 class Batch:
     """Arguments for one call of the model; `labels` as the user gave them, not yet checked.
 
-    `form` is what the batch was before it was read.
+    `form` is what the batch was before it was read. `keys` know the samples where their numbers do not: positions of
+    an input, whose numbers are what a network made of it.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     labels: Any = None
     form: Form = "tensor"
+    keys: Int[Tensor, "B"] | None = None
 
     @property
     def _is_one_tensor(self) -> bool:
@@ -80,7 +82,7 @@ class Batch:
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same call with `function` applied to each tensor in its arguments."""
         if self._is_one_tensor:
-            return Batch((function(self.args[0]),), self.kwargs, self.labels, self.form)
+            return Batch((function(self.args[0]),), self.kwargs, self.labels, self.form, self.keys)
         args, kwargs = _mapped((self.args, self.kwargs), lambda leaf: _applied(function, leaf))
         return replace(self, args=args, kwargs=kwargs)
 
@@ -97,7 +99,8 @@ class Batch:
         labels = self.labels
         if isinstance(labels, Tensor) and labels.ndim > 0:
             labels = labels[start:stop]
-        return replace(self, args=args, kwargs=kwargs, labels=labels)
+        keys = None if self.keys is None else self.keys[start:stop]
+        return replace(self, args=args, kwargs=kwargs, labels=labels, keys=keys)
 
     def parts(self, size: int) -> Iterator[Batch]:
         """The samples in parts of `size`; the last may be smaller."""
@@ -488,21 +491,13 @@ def checked_labels(
     Two classes may also be given as 0.0 and 1.0, with or without a trailing dimension, because binary cross-entropy,
     the loss of one-logit models, requires that.
     """
-    if labels is None:
-        raise LabelError(
-            "Labels are missing: expected batches (x, labels), or a mapping with 'labels'. Pass unpack= if the "
-            "labels are somewhere else in the batch."
-        )
-    try:
-        values = torch.as_tensor(labels).to(device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LabelError(f"Labels are {_describe(labels)}; expected integers 0 to {classes - 1}.") from error
+    values = labels_as_tensor(labels, device, f"integers 0 to {classes - 1}")
     if classes == 2 and values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.shape != (size,):
         raise LabelError(
             f"Labels have shape {tuple(values.shape)}; expected ({size},), one class number for each input. "
-            "Turn one-hot rows into class numbers with argmax(1)."
+            f"Turn one-hot rows into class numbers with argmax(1){_or_several(values, size, classes)}."
         )
     if values.is_complex():
         raise LabelError(f"Labels are {values.dtype}; expected integers 0 to {classes - 1}.")
@@ -519,6 +514,25 @@ def checked_labels(
         ),
     )
     return whole
+
+
+def labels_as_tensor(labels: Any, device: torch.device, expected: str) -> Tensor:
+    """The user's labels on `device`; `LabelError` if there are none, or if they are no numbers."""
+    if labels is None:
+        raise LabelError(
+            "Labels are missing: expected batches (x, labels), or a mapping with 'labels'. Pass unpack= if the "
+            "labels are somewhere else in the batch."
+        )
+    try:
+        return torch.as_tensor(labels).to(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LabelError(f"Labels are {_describe(labels)}; expected {expected}.") from error
+
+
+def _or_several(values: Tensor, size: int, classes: int) -> str:
+    """What else a table of labels with a column for each output may be."""
+    fits = values.shape in ((size, classes), (size, 1))
+    return "; or, if each output is a label by itself, pass outputs='labels'" if fits else ""
 
 
 def _describe(value: Any) -> str:

@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from errbar._base.checks import Checks, whole_number
 from errbar._base.speed import timed
 from errbar._model.batch import Batch, Kept
+from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, WeightsChangedError
 
 # Which part of what a model returns are the logits: a position, a key, a function, or None for all of it.
@@ -166,15 +167,18 @@ def _is_exported(part: nn.Module) -> bool:
 class Network:
     """A model that refuses to run once its weights have changed.
 
-    `output` says where the logits are in what it returns.
+    `output` says where the logits are in what it returns, and `kind` what they mean.
     """
 
     # False for a network that was read from a file without its model.
     has_model = True
 
-    def __init__(self, model: nn.Module, output: Output = None, *, marked: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, output: Output = None, kind: OutputKind = CLASSES, *, marked: bool = True
+    ) -> None:
         """With `marked` the weights are known again by their fingerprint, which takes a pass over all of them."""
         self.output = require_output(output)
+        self.kind = kind
         if isinstance(model, torch.export.ExportedProgram):
             raise ArgumentError(_EXPORTED)
         if not isinstance(model, nn.Module):
@@ -221,7 +225,7 @@ class Network:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and count its versions from then on."""
-        return {"model": self.model, "output": self.output}
+        return {"model": self.model, "output": self.output, "kind": self.kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -278,9 +282,21 @@ class Network:
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""
         if values is None:
-            return as_logits(run(self.replica(), batch), len(batch), self.output)
+            return self.as_logits(run(self.replica(), batch), len(batch))
         result = functional_call(self.replica(), dict(values), batch.args, batch.kwargs)
-        return as_logits(result, len(batch), self.output)
+        return self.as_logits(result, len(batch))
+
+    def as_logits(self, result: Any, size: int) -> Float[Tensor, "B M"]:
+        """The logits in what the model returned for a batch of `size`."""
+        return as_logits(result, size, self.output, self.kind)
+
+    def prepare_whole(self, batch: Batch, checks: Checks) -> Batch:
+        """`prepare`, for a call of the whole model: where only its last layer is looked at, the inputs differ."""
+        return self.prepare(batch, checks)
+
+    def on_other(self, model: nn.Module) -> Network:
+        """The same view of another model."""
+        return type(self)(model, self.output, self.kind)
 
     def observed(self, batch: Batch) -> Observation:
         """One pass of a prepared batch through all modules, noting each call as it ends."""
@@ -304,7 +320,7 @@ class Network:
         with _refused({id(part) for part in self.module.modules()}):
             start = time.perf_counter()
             result, seconds = timed(lambda: run(replica, batch), self.device)
-        logits = as_logits(result, size, self.output)
+        logits = self.as_logits(result, size)
         returning = frozenset(name for name, output in last.items() if output() is logits)
         return Observation(logits, tuple(events), returning, seconds)
 
@@ -437,8 +453,8 @@ def _contents(result: Any) -> str:
     return f"{kind} of {len(result)}" if isinstance(result, Sequence) else kind
 
 
-def as_logits(result: Any, size: int, output: Output = None) -> Float[Tensor, "B M"]:
-    """The (B, M) logits in a model's result; one logit g is read as the pair (0, g)."""
+def as_logits(result: Any, size: int, output: Output = None, kind: OutputKind = CLASSES) -> Float[Tensor, "B M"]:
+    """The (B, M) logits in a model's result, as `kind` reads them: with classes, one logit g is the pair (0, g)."""
     value = picked(result, output)
     logits = getattr(value, "logits", value)
     if not isinstance(logits, Tensor):
@@ -446,14 +462,7 @@ def as_logits(result: Any, size: int, output: Output = None) -> Float[Tensor, "B
             f"The model returned {_contents(value)}; expected logits of shape (batch, classes), or an object with "
             ".logits. Say where they are with output=: a position, a key, or a function of what it returns."
         )
-    if logits.ndim != 2 or logits.shape[0] != size or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ModelError(
-            f"The model returned a {logits.dtype} tensor of shape {tuple(logits.shape)} for a batch of {size}; "
-            f"expected floating-point logits of shape ({size}, classes)."
-        )
-    if logits.shape[1] == 1:
-        return torch.cat([torch.zeros_like(logits), logits], 1)
-    return logits
+    return kind.logits_of(logits, size)
 
 
 def require_finite_logits(logits: Float[Tensor, "B M"], checks: Checks) -> None:

@@ -365,6 +365,11 @@ def _require_prediction(prediction: Prediction, what: str) -> None:
         raise ArgumentError(
             f"{what} is {type(prediction).__name__}; expected a Prediction from `posterior.predict(x)`."
         )
+    if not prediction.sampler.kind.has_gauge:
+        raise ArgumentError(
+            f"{what} is of outputs='{prediction.sampler.kind.name}', and a monitor watches one of M classes; expected "
+            "predictions of outputs='classes'."
+        )
     if len(prediction) == 0:
         raise DataError(f"{what} holds no inputs; expected at least one.")
     if not bool(prediction.pmf.isfinite().all()):

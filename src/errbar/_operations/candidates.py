@@ -150,6 +150,7 @@ class Question:
 
     def _own(self, information: Information) -> Information:
         """Of this network; what came from a file has none."""
+        information.task.require_classes("autofit")
         if not information.network.has_model:
             return information.with_model(self.model)
         if information.model is not self.model:

@@ -38,29 +38,30 @@ SCORES = ("aps", "lac")
 class Decision:
     """The expected loss of A actions for B inputs, its uncertainty, and the action with the least.
 
-    `expected_loss` is ℓ_a = c_aᵀ f̂, `std` is √(c_aᵀ P^f c_a): the uncertainty of ℓ_a due to the parameters.
+    `expected_loss` is ℓ_a = c_aᵀ f̂, `std` is √(c_aᵀ P^f c_a): the uncertainty of ℓ_a due to the parameters. Of several
+    labels there is a decision for each, and all of these have a dimension for the L labels after that of the inputs.
     """
 
-    expected_loss: Float[Tensor, "B A"]
-    std: Float[Tensor, "B A"]
+    expected_loss: Float[Tensor, "B *L A"]
+    std: Float[Tensor, "B *L A"]
 
     def __len__(self) -> int:
         return self.expected_loss.shape[0]
 
     @property
-    def action(self) -> Int[Tensor, "B"]:
+    def action(self) -> Int[Tensor, "B *L"]:
         """The action of least expected loss; the first of several."""
-        return self.expected_loss.argmin(1)
+        return self.expected_loss.argmin(-1)
 
     @property
-    def least_loss(self) -> Float[Tensor, "B"]:
+    def least_loss(self) -> Float[Tensor, "B *L"]:
         """The expected loss of that action."""
-        return self.expected_loss.amin(1)
+        return self.expected_loss.amin(-1)
 
     @property
-    def least_loss_std(self) -> Float[Tensor, "B"]:
+    def least_loss_std(self) -> Float[Tensor, "B *L"]:
         """The standard deviation of that expected loss."""
-        return self.std.gather(1, self.action[:, None])[:, 0]
+        return self.std.gather(-1, self.action[..., None])[..., 0]
 
 
 def decide(prediction: Prediction, cost: Any) -> Decision:
@@ -68,14 +69,41 @@ def decide(prediction: Prediction, cost: Any) -> Decision:
 
     Args:
         prediction: the result of `Posterior.predict`.
-        cost: (A, M): `cost[a][m]` is what action a costs when the class is m. Gains are negative costs.
+        cost: (A, M): `cost[a][m]` is what action a costs when the class is m. Gains are negative costs. Of several
+            labels (A, 2), what action a costs when a label is false and when it is true; or (L, A, 2), by label.
     """
     if not isinstance(prediction, Prediction):
         raise ArgumentError(
             f"prediction is a {type(prediction).__name__}; expected a Prediction from posterior.predict(x)."
         )
+    if not prediction.sampler.kind.has_gauge:
+        return _decisions_of_labels(prediction, cost)
     costs = _checked_cost(cost, prediction.pmf)
     return Decision(prediction.pmf @ costs.T, prediction.std_of(costs))
+
+
+def _decisions_of_labels(prediction: Prediction, cost: Any) -> Decision:
+    """ℓ_la = c_la0 (1 − f̂_l) + c_la1 f̂_l, and its standard deviation |c_la1 − c_la0| √P^f_ll."""
+    f = prediction.pmf
+    labels = f.shape[1]
+    try:
+        costs = torch.as_tensor(cost, dtype=f.dtype, device=f.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"cost is a {type(cost).__name__} that is not a table of numbers; expected (actions, 2) or ({labels}, "
+            "actions, 2)."
+        ) from error
+    is_one = costs.ndim == 2
+    if costs.ndim not in (2, 3) or 0 in costs.shape or costs.shape[-1] != 2 or not (is_one or len(costs) == labels):
+        raise ArgumentError(
+            f"cost has shape {tuple(costs.shape)}; expected (actions, 2) for outputs='labels': what each action costs "
+            f"when a label is false and when it is true; or ({labels}, actions, 2), by label."
+        )
+    if not bool(torch.isfinite(costs).all()):
+        raise ArgumentError("cost holds NaN or infinity; expected finite numbers. For 'never', use a large one.")
+    false, true = costs[..., 0], costs[..., 1]
+    expected = false * (1 - f)[..., None] + true * f[..., None]
+    return Decision(expected, (true - false).abs() * prediction.std[..., None])
 
 
 def _checked_cost(cost: Any, pmf: Float[Tensor, "B M"]) -> Float[Tensor, "A M"]:

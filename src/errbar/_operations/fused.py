@@ -346,7 +346,7 @@ def require_posteriors(posteriors: object) -> tuple[Posterior, ...]:
         )
     all_posteriors = tuple(posteriors)
     for posterior in all_posteriors:
-        require_posterior(posterior)
+        require_posterior(posterior, "A fused classifier")
     if len(all_posteriors) < 2:
         count = "is one posterior" if all_posteriors else "are no posteriors"
         raise ArgumentError(f"There {count} to fuse; expected two or more, one for each network.")

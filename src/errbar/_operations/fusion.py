@@ -28,7 +28,10 @@ _EXTRAPOLATING = 4.0
 
 
 def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGaussian:
-    """Independent classifiers of one object, row by row: P = (Σ_c P_c⁻¹)⁻¹, ĝ = P Σ_c P_c⁻¹ ĝ_c (sec. Fusion)."""
+    """Independent classifiers of one object, row by row: P = (Σ_c P_c⁻¹)⁻¹, ĝ = P Σ_c P_c⁻¹ ĝ_c (sec. Fusion).
+
+    In contrasts, because softmax ignores a common shift; with `raw`, or for several labels, in the logits themselves.
+    """
     if not isinstance(gaussians, Iterable):
         raise ArgumentError(f"Cannot fuse {type(gaussians).__name__}; expected several LogitGaussian objects.")
     sources = list(gaussians)
@@ -37,7 +40,7 @@ def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGauss
     rounding = torch.finfo(dtype).eps
     information: Float[Tensor, "B d d"] | None = None
     information_vector: Float[Tensor, "B d"] | None = None
-    basis = _basis(sources[0].mean, raw)
+    basis = _basis(sources[0].mean, raw or not sources[0].kind.has_gauge)
     for position, source in enumerate(sources):
         covariance = basis.mT @ source.covariance.double() @ basis
         try:
@@ -52,7 +55,7 @@ def fuse(gaussians: Iterable[LogitGaussian], *, raw: bool = False) -> LogitGauss
     covariance = linalg.inverse(information, name="The fused information")
     mean = (covariance @ information_vector[..., None])[..., 0]
     fused = _in_logits(mean, covariance, basis, dtype)
-    return LogitGaussian(fused.mean, fused.form, classes=sources[0].classes)
+    return LogitGaussian(fused.mean, fused.form, classes=sources[0].classes, kind=sources[0].kind)
 
 
 def fuse_frames(
@@ -278,10 +281,16 @@ def _require_fusible(sources: list[LogitGaussian]) -> None:
                 f"Item {position} to fuse is a {type(source).__name__}; expected a LogitGaussian from "
                 "posterior.logits(x)."
             )
+        kind = sources[0].kind
+        if source.kind != kind:
+            raise MismatchError(
+                f"Cannot fuse logits of outputs='{kind.name}' with logits of outputs='{source.kind.name}'; expected "
+                "classifiers of one kind."
+            )
         if source.mean.shape[1] != sources[0].mean.shape[1]:
             raise MismatchError(
-                f"Cannot fuse classifiers with {sources[0].mean.shape[1]} and {source.mean.shape[1]} classes; expected "
-                "the same classes in the same order."
+                f"Cannot fuse classifiers with {sources[0].mean.shape[1]} and {source.mean.shape[1]} {kind.noun}; "
+                f"expected the same {kind.noun} in the same order."
             )
         if not _same_classes(source.classes, sources[0].classes):
             raise MismatchError(

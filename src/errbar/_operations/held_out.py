@@ -1,5 +1,8 @@
 """`HeldOut`: the logit Gaussians of held-out inputs, from which every calibration is scored without the network.
 
+A label that is true or false by itself is two classes with the logits 0 and g, and the NLL of several labels is that of
+each. So of several labels every one that is given is an input here, with two classes: (−g/2, g/2) without their mean.
+
 ĝ and a root of P^g of each input are read once. The draws are shared by all inputs and all trial values, so every score
 is a smooth deterministic function of ln T, ln T_c and ln c. Log-probabilities never underflow, so the NLL is finite.
 """
@@ -23,11 +26,12 @@ from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
-from errbar._model.batch import Batch, Unpack, checked_labels
+from errbar._model.batch import Batch, Unpack
 from errbar._operations.overlap import Overlap
+from errbar._operations.position_rows import chosen_positions
 from errbar._posterior.posterior import Posterior
-from errbar._posterior.pushing import affordable_draws, keeps_draws, require_room
-from errbar.errors import DataError
+from errbar._posterior.pushing import held_draws, keeps_draws, require_room
+from errbar.errors import DataError, LabelError
 
 # Bytes of the samples made at a time: on a CPU they should fit in the cache, a GPU needs few large launches.
 _BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**29}
@@ -35,24 +39,35 @@ _BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**29}
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """ĝ, a root of P^g, v̄ (all without calibration) and the label of each held-out input."""
+    """ĝ, a root of P^g, v̄ (all without calibration) and the label of each held-out input.
+
+    `column` says which of several labels each is, and is None for classes.
+    """
 
     mean: Float[Tensor, "N M"]
     root: SamplingRoot
     labels: Int[Tensor, "N"]
     variance: Float[Tensor, "N"]
+    column: Int[Tensor, "N"] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def parts(self) -> dict[str, Tensor]:
         """What is different for each input, by name."""
-        return {"mean": self.mean, "root": self.root.values, "labels": self.labels, "variance": self.variance}
+        parts = {"mean": self.mean, "root": self.root.values, "labels": self.labels, "variance": self.variance}
+        return parts if self.column is None else parts | {"column": self.column}
 
     def chosen(self, rows: Int[Tensor, "n"]) -> HeldOut:
         """Some of the inputs, in this order."""
         root = replace(self.root, values=self.root.values[rows])
-        return HeldOut(self.mean[rows], root, self.labels[rows], self.variance[rows])
+        column = None if self.column is None else self.column[rows]
+        return HeldOut(self.mean[rows], root, self.labels[rows], self.variance[rows], column)
+
+    def of_label(self, label: int) -> HeldOut:
+        """The inputs for which one of several labels is given."""
+        assert self.column is not None
+        return self.chosen((self.column == label).nonzero()[:, 0])
 
     def keeping(self, samples: int, seed: int) -> HeldOut:
         """The same with these draws of the logits held, where that is quicker than to make them again."""
@@ -186,7 +201,8 @@ def gathered(own: Sequence[HeldOut] | None, task: Task, team: Team, samples: int
     device = task.network.device
     counts = team.exchange(0 if own is None else len(own))
     if not any(counts):
-        raise DataError("The data for calibration are empty: expected at least one batch.")
+        given = "" if task.kind.has_gauge else " with labels that are not missing"
+        raise DataError(f"The data for calibration are empty: expected at least one batch{given}.")
     if team.is_alone and own is not None:
         return list(own)
     # One posterior has one basis, which a rank without data lacks: take that of the first rank with data.
@@ -196,8 +212,9 @@ def gathered(own: Sequence[HeldOut] | None, task: Task, team: Team, samples: int
         one = None if own is None else own[index]
         rows = team.gathered(None if one is None else one.parts(), device)
         common = {} if one is None or first != team.rank else one.root.common()
-        root = SamplingRoot(rows["root"], **team.gathered(common, device), kept=keeps_draws(task, samples))
-        results.append(HeldOut(rows["mean"], root, rows["labels"], rows["variance"]))
+        kept = task.kind.has_gauge and keeps_draws(task, samples)
+        root = SamplingRoot(rows["root"], **team.gathered(common, device), kept=kept)
+        results.append(HeldOut(rows["mean"], root, rows["labels"], rows["variance"], rows.get("column")))
     return results
 
 
@@ -206,36 +223,56 @@ def held_out_of(posterior: Posterior, stream: Iterator[Batch], samples: int, see
     plain = posterior.uncalibrated()
     gaussians: list[LogitGaussian] = []
     labels: list[Tensor] = []
+    if posterior.information.task.positions is not None:
+        gaussians, labels = chosen_positions(posterior, stream, samples, seed)
+        return held_out_of_gaussians(gaussians, labels) if gaussians else None
     for batch in stream:
         require_room(posterior.information.task, sum(map(len, gaussians)), len(batch), samples)
         gaussian = plain.sampling_logits(batch, samples, seed)
         gaussians.append(gaussian)
         labels.append(labels_for(gaussian, batch))
-    return held_out_of_gaussians(gaussians, labels) if gaussians else None
+    held_out = held_out_of_gaussians(gaussians, labels) if gaussians else None
+    # Of several labels all may be missing.
+    return held_out if held_out is not None and len(held_out) else None
 
 
-def labels_for(gaussian: LogitGaussian, batch: Batch) -> Int[Tensor, "B"]:
-    size, classes = gaussian.mean.shape
-    return checked_labels(batch.labels, size=size, classes=classes, device=gaussian.mean.device)
+def labels_for(gaussian: LogitGaussian, batch: Batch) -> Int[Tensor, "B *L"]:
+    size, columns = gaussian.mean.shape
+    return gaussian.kind.labels_of(batch.labels, size=size, columns=columns, device=gaussian.mean.device)
 
 
-def held_out_of_gaussians(gaussians: Sequence[LogitGaussian], labels: Sequence[Int[Tensor, "B"]]) -> HeldOut:
+def held_out_of_gaussians(gaussians: Sequence[LogitGaussian], labels: Sequence[Int[Tensor, "B *L"]]) -> HeldOut:
     """Held-out inputs from their logits without calibration, batch by batch."""
+    if not gaussians[0].kind.has_gauge:
+        return _held_out_of_labels(gaussians, torch.cat(list(labels)))
     mean = torch.cat([gaussian.mean - gaussian.mean.mean(1, keepdim=True) for gaussian in gaussians])
     root = SamplingRoot.concatenated([gaussian.sampling_root() for gaussian in gaussians])
     variance = torch.cat([gaussian.contrast_variance.double() for gaussian in gaussians])
     return HeldOut(mean, root, torch.cat(list(labels)), variance)
 
 
+def _held_out_of_labels(gaussians: Sequence[LogitGaussian], labels: Int[Tensor, "B L"]) -> HeldOut:
+    """Every label that is given, as two classes of its own."""
+    row, column = (labels >= 0).nonzero(as_tuple=True)
+    mean = torch.cat([gaussian.mean for gaussian in gaussians])[row, column]
+    variance = torch.cat([gaussian.variance for gaussian in gaussians])[row, column].clamp_min(0)
+    halves = torch.tensor([-0.5, 0.5], dtype=mean.dtype, device=mean.device)
+    root = SamplingRoot((variance.sqrt().to(mean.dtype)[:, None] * halves)[:, :, None])
+    return HeldOut(mean[:, None] * halves, root, labels[row, column], variance.double() / 2, column)
+
+
 def held_out_nll(posterior: Posterior, data: Sequence[Batch], samples: int, seed: int) -> float:
     """−(1/N) Σ_n ln f_y, finite even where a probability would underflow."""
-    samples = affordable_draws(posterior.information.n_classes, samples)
+    samples = held_draws(posterior.information.task, samples)
     total, count = 0.0, 0
     for batch in data:
         part = held_out_of(posterior, iter([batch]), samples, seed)
-        assert part is not None
+        if part is None:
+            continue
         with plain_execution(part.mean.device):
             normal = part.draws(samples, seed)
             total -= float(part.log_likelihood(posterior.calibration, normal)[0].sum())
         count += len(part)
+    if count == 0:
+        raise LabelError("All labels of the held-out data are missing (−1); expected some that are 0 or 1.")
     return total / count

@@ -73,7 +73,7 @@ def outlier_scores(
     data that the network was not trained on. With M > 100 classes there are at most 100,000/M `samples`, or 100
     where that is more, and nothing of size M × M is made for an input.
     """
-    require_posterior(posterior)
+    require_posterior(posterior, "outlier_scores")
     plain, calibration = posterior.uncalibrated(), posterior.calibration
     samples = affordable_draws(posterior.information.n_classes, require_samples(samples))
     information, variance, suspicion = [], [], []

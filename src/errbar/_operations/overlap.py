@@ -40,7 +40,7 @@ class Overlap:
         # Data that repeat themselves, such as rows of a few categories, may well equal those of the fit.
         if seen is None or seen.is_repetitive() or len(batch) == 0:
             return
-        keys = keys_of(self._network.prepare(batch, Checks(self._network.device)))
+        keys = keys_of(self._network.prepare_whole(batch, Checks(self._network.device)))
         below = [] if keys is None else keys[keys < seen.limit].tolist()
         self.compared += len(below)
         self.found += sum(key in seen.counts for key in below)

@@ -84,7 +84,7 @@ class Track:
         memory: float = 1.0,
         evidence: float | None = None,
     ) -> None:
-        require_posterior(posterior)
+        require_posterior(posterior, "Track")
         classes = posterior.information.n_classes
         self._set(
             posterior=posterior,
@@ -245,7 +245,7 @@ class Track:
     @staticmethod
     def load(path: str | os.PathLike[str], posterior: Posterior) -> Track:
         """The track that `save` wrote; `posterior` must be the one it was made with."""
-        require_posterior(posterior)
+        require_posterior(posterior, "Track")
         contents = read(path)
         if contents.kind != "track":
             raise FileError(
@@ -314,7 +314,7 @@ def frame_noise(posterior: Posterior, sequences: Iterable[Any]) -> Float[Tensor,
     `posterior.logits`, so it belongs to the posterior's calibration. Only contrasts enter: a common shift of the logits
     changes nothing. float64, on the CPU.
     """
-    require_posterior(posterior)
+    require_posterior(posterior, "frame_noise")
     means = [posterior.unrounded_logits(frames).mean.double().cpu() for frames in each_sequence(sequences)]
     return scatter_within([mean - mean.mean(1, keepdim=True) for mean in means])
 

@@ -73,7 +73,7 @@ def calibrate_track(
         seed: of those draws.
         progress: show progress with the time left.
     """
-    require_posterior(posterior)
+    require_posterior(posterior, "calibrate_track")
     require_samples(samples)
     require_seed(seed)
     if labels is None:

@@ -65,7 +65,7 @@ def cost_of(task: Task) -> Cost | None:
 
 def _workload(task: Task, selection: Selection, rank: int) -> Workload:
     scores = 0 if task.scores is None else task.scores.draws
-    sizes: dict[str, Any] = {"batch": task.batch_size, "fisher": task.fisher, "dtype": task.dtype, "rank": rank}
+    sizes: dict[str, Any] = {"batch": task.batch_size, "fisher": task.fisher_form, "dtype": task.dtype, "rank": rank}
     return _layout(task).workload(selection, **sizes, scores=scores)
 
 

@@ -134,7 +134,7 @@ def _workload(task: Task, layout: Layout, choice: _Choice, rank: int) -> Workloa
     work = layout.workload(
         choice.selection,
         batch=task.batch_size,
-        fisher=task.fisher,
+        fisher=task.fisher_form,
         dtype=task.dtype,
         rank=rank,
         draws=choice.draws,
@@ -153,7 +153,7 @@ def _alternatives(task: Task, layout: Layout, asked: _Choice, work: _Work) -> It
     start = "a fit with " if work.inputs else ""
     if work.inputs and asked.draws > _FEWER_SAMPLES:
         yield "samples", replace(asked, words=f"samples={_FEWER_SAMPLES}", draws=_FEWER_SAMPLES)
-    if work.samples and task.fisher == "ggn":
+    if work.samples and task.fisher_form == "ggn":
         yield "fisher", replace(asked, words="fisher='sampled'", scores=1)
     for name in structure_names():
         if name != task.structure:

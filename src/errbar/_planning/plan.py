@@ -17,7 +17,7 @@ from errbar._base.checks import Checks, require_option, whole_number
 from errbar._base.execution import plain_execution
 from errbar._base.memory import readable, usable_bytes
 from errbar._base.speed import MachineSpeed, timed
-from errbar._curvature.fisher import Fisher, require_fisher
+from errbar._curvature.fisher import Fisher, fisher_form, require_fisher
 from errbar._curvature.layout import Inspection, Layout, inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.mixture import described_structure, is_mixture
@@ -29,6 +29,7 @@ from errbar._curvature.workload import Cost, Workload
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Batch, Unpack, to_batch
 from errbar._model.network import Network, Output
+from errbar._model.outputs import POSITIONS, require_outputs
 from errbar._model.selection import Selection, listed_modules, require_one_question
 from errbar._planning.mixing import mixture_that_fits, mixtures_of
 from errbar._planning.seconds import Seconds, duration
@@ -136,6 +137,7 @@ def plan(
     draws: int = 1,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
 ) -> Plan:
     """What each structure would cost for the last 1, 2 and 4 layers, for all vectors, and for all parameters.
 
@@ -157,6 +159,7 @@ def plan(
         draws: as in `collect`, for `fisher="sampled"`.
         unpack: as in `collect`.
         output: as in `collect`.
+        outputs: as in `collect`.
     """
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
@@ -166,7 +169,12 @@ def plan(
     samples, directions, scores = require_samples(samples), whole_number(rank), require_draws(draws)
     if directions is None or directions < 1:
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
-    network = Network(model, output, marked=False)
+    if outputs == POSITIONS:
+        raise ArgumentError(
+            "The cost of outputs='positions' depends on how many positions count, which no plan knows; expected "
+            "outputs='classes' or 'labels'. A fit to a few inputs tells more."
+        )
+    network = Network(model, output, require_outputs(outputs), marked=False)
     limit = usable_bytes(network.device) if memory is None else whole_number(memory)
     if limit is None or limit < 1:
         raise ArgumentError(f"memory is {memory!r}; expected a whole number of bytes, 1 or more.")
@@ -182,7 +190,8 @@ def plan(
     if any(given):
         questions = [question for question, mixture in zip(questions, given, strict=True) if mixture]
     asked = None if text == "auto" else text
-    request = _Request(asked, kind, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
+    form = fisher_form(network.kind, kind)
+    request = _Request(asked, form, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
     options = [option for question in questions for option in request.options(question, layout, len(batch), speed)]
     return Plan(tuple(options), limit, len(batch), str(network.device))
 

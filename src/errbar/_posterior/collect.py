@@ -16,14 +16,14 @@ from operator import add
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from errbar._base.checks import Checks, require_option
+from errbar._base.checks import Checks, require_option, whole_number
 from errbar._base.execution import plain_execution
 from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
+from errbar._curvature.positions import Positions, batch_shape, require_share, scores_of_positions, with_flat_labels
 from errbar._curvature.registry import faithfulness, require_structure, structure_called, structure_of
 from errbar._curvature.scores import Repeats, ScoreDraws, require_draws
 from errbar._curvature.structure import Rows
@@ -31,14 +31,16 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, kept_unpack
+from errbar._model.batch import Batch, Unpack, count_batches, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
-from errbar._model.selection import require_one_question
+from errbar._model.outputs import POSITIONS, kind_called
+from errbar._model.positions import IGNORE_INDEX, HeadNetwork, PositionsNetwork, label_shape_error
+from errbar._model.selection import Selection, listed, require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
 from errbar._planning.notice import tell_of_fit
 from errbar._posterior.information import Information
 from errbar._posterior.seen import Seen, SeenSoFar
-from errbar.errors import DataError
+from errbar.errors import ArgumentError, DataError, LabelError
 
 DEFAULT_EVERY = 100
 _TITLE = "Collecting"
@@ -58,10 +60,13 @@ def collect(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
     progress: bool = False,
+    positions: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Information:
     """One pass over `data`: their information about the selected parameters at the model's weights.
 
@@ -90,6 +95,10 @@ def collect(
         unpack: a function from a batch to (args, kwargs, labels), for batches of any other form. The result keeps it,
             and reads later batches with it unless given another.
         output: where the logits are if the model returns more than them: a position, a key, or a function of it.
+        outputs: what the logits mean: "classes", one of M by a softmax; "labels", L that are true or false by a
+            sigmoid each, with labels (B, L) of 0, 1 and −1 for a missing one, which then adds no information; or
+            "positions", logits (B, T, M) of tokens or (B, M, H, W) of pixels, with a class number for each. Parameters
+            that are not all in the layer that returns these logits need `fisher="sampled"`.
         checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
             other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
             file, with its number at the end of the name.
@@ -97,6 +106,9 @@ def collect(
         group: None for all ranks of an initialised torch.distributed job, which must all make this call and get the
             same result; False for this process alone; or a ProcessGroup. `_distributed.shards` says who reads what.
         progress: show progress with the time left.
+        positions: the share of the positions that counts, for `outputs="positions"`: with 0.1 a tenth of them, each
+            with the weight 10. Which ones follows from `seed` and the numbers of the input.
+        ignore_index: the label of positions without one, which add nothing.
     """
     request = Request(
         model=model,
@@ -110,8 +122,11 @@ def collect(
         precision=precision,
         unpack=unpack,
         output=output,
+        outputs=outputs,
         checkpoint=checkpoint,
         every=every,
+        positions=positions,
+        ignore_index=ignore_index,
     )
     return collected(request, data, group=group, progress=progress)[0]
 
@@ -151,8 +166,11 @@ class Request:
     precision: str | None = None
     unpack: Unpack | None = None
     output: Output = None
+    outputs: str = "classes"
     checkpoint: str | os.PathLike[str] | None = None
     every: int = DEFAULT_EVERY
+    positions: float = 1.0
+    ignore_index: int = IGNORE_INDEX
 
     def checked(self, rank: int = 0, ranks: int = 1) -> tuple[str | None, Network]:
         """The checkpoint file of this rank and the network, after all checks that need no data."""
@@ -163,11 +181,18 @@ class Request:
 
             file = require_checkpoint(self.checkpoint, self.every, rank=rank, ranks=ranks)
         require_fisher(self.fisher)
+        kind = kind_called(self.outputs)
         require_draws(self.draws)
         require_seed(self.seed)
         require_structure(self.structure)
         require_option("precision", self.precision, (None, "float64"))
-        return file, Network(self.model, self.output)
+        if self.outputs != POSITIONS and (self.positions != 1.0 or self.ignore_index != IGNORE_INDEX):
+            raise ArgumentError(
+                "positions= and ignore_index= are for outputs='positions'; leave them out, or pass that."
+            )
+        if self.outputs == POSITIONS:
+            return file, PositionsNetwork(self.model, self.output)
+        return file, Network(self.model, self.output, kind)
 
     def task(self, network: Network, first: Batch, size: int) -> tuple[Task, Batch]:
         """The task without its route, and the first batch prepared; batches are expected to have `size`."""
@@ -175,24 +200,58 @@ class Request:
             batch = network.prepare(first, Checks(network.device))
             inspection = inspect(network, batch)
             inspection.require_gauge(self.fisher)
+            selection = inspection.selected(last_layers=self.last_layers, parameters=self.parameters)
+            classes, positions = inspection.layout.classes, None
+            if isinstance(network, PositionsNetwork):
+                classes = int(network.shaped(batch.rows(0, 1)).shape[-1])
+                positions = self._positions(network, batch, selection)
+                if positions.head is not None:
+                    # From here on the layer that returns the logits is the network, and a position is a sample.
+                    network = HeadNetwork(network, positions.head)
+                    batch, leading = network.rows(batch)
+                    size *= len(batch) // leading[0]
+                    inspection = inspect(network, batch)
+                    selection = inspection.selected(last_layers=None, parameters=selection.names)
             form = None if self.unpack is None else first.form
+            scores = ScoreDraws(self.draws, self.seed, network.kind) if self.fisher == "sampled" else None
             task = Task(
                 network,
-                inspection.selected(last_layers=self.last_layers, parameters=self.parameters),
+                selection,
                 require_structure(self.structure),
                 self.fisher,  # type: ignore[arg-type]
-                inspection.layout.classes,
+                classes,
                 self.precision,  # type: ignore[arg-type]
                 layout=inspection.layout,
                 batch_size=size,
                 unpack=kept_unpack(self.unpack, form),
                 batch_form=form,
-                scores=ScoreDraws(self.draws, self.seed) if self.fisher == "sampled" else None,
+                scores=scores_of_positions(scores, positions, classes),
+                positions=positions,
             )
             del inspection  # the graph behind it
             if task.structure == "auto":
                 return replace(task, structure=structure_that_fits(task, self.rank)), batch
             return replace(task, structure=structure_of(task.structure, task.selection)), batch
+
+    def _positions(self, network: PositionsNetwork, batch: Batch, selection: Selection) -> Positions:
+        """How positions count; behind the last layer by drawn labels alone."""
+        head = network.head(batch, selection.names)
+        if head is None and self.fisher != "sampled":
+            raise ArgumentError(
+                f"fisher is {self.fisher!r} for parameters ({listed(selection.names)}) that are not all in the layer "
+                "that returns the logits, a linear one or a convolution of one by one. For others it would take a "
+                "backward pass for each class of each position; expected fisher='sampled', one for each draw.",
+                arguments={"fisher": (self.fisher, "sampled")},
+            )
+        return Positions(head, require_share(self.positions), self.seed, self._ignored())
+
+    def _ignored(self) -> int:
+        number = whole_number(self.ignore_index)
+        if number is None:
+            raise ArgumentError(
+                f"ignore_index is {self.ignore_index!r}; expected the whole number that stands for no label."
+            )
+        return number
 
     def routed(self, task: Task, batch: Batch) -> Task:
         """The task with its route, which the first batch decides."""
@@ -307,6 +366,7 @@ class _Pass:
         structure, network = structure_called(task.structure), task.network
         require_fits(task, structure)
         self.task, self.checks, self.count, self.seen = task, Checks(network.device), 0, SeenSoFar()
+        self.n_positions = 0
         self.likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
         scores = None if task.scores is None else task.scores.counting(repeats)
         with plain_execution(network.device):
@@ -315,15 +375,55 @@ class _Pass:
     def add(self, batch: Batch) -> None:
         network, checks = self.task.network, self.checks
         with plain_execution(network.device):
-            prepared = network.prepare(batch, checks)
-            logits = self.accumulator.add_batch(prepared)
+            prepared = network.prepare_whole(batch, checks)
             self.seen.add(prepared)
+            logits, labels = self._added(prepared)
             require_finite_logits(logits, checks)
-            if self.likelihood is not None and batch.labels is not None:
-                self.likelihood = self.likelihood + _label_likelihood(logits, batch.labels, checks)
+            if self.likelihood is not None and labels is not None:
+                self.likelihood = self.likelihood + network.kind.log_likelihood(logits, labels).sum()
             else:
                 self.likelihood = None
             self.count += len(batch)
+
+    def _added(self, batch: Batch) -> tuple[Float[Tensor, "R M"], Tensor | None]:
+        """Add a prepared batch: its logits and labels, as the kind of outputs reads them."""
+        if self.task.positions is not None:
+            return self._positions_added(batch, self.task.positions)
+        labelled = self._with_labels(batch)
+        return self.accumulator.add_batch(labelled), labelled.labels
+
+    def _positions_added(self, batch: Batch, positions: Positions) -> tuple[Float[Tensor, "R M"], Tensor | None]:
+        """The same with the positions that count."""
+        task, network = self.task, self.task.network
+        if isinstance(network, HeadNetwork):
+            rows = positions.rows(network, batch, task.n_classes)
+            self.n_positions += len(rows)
+            if not len(rows):
+                return torch.zeros(0, task.n_classes, device=network.device), rows.labels
+            return self.accumulator.add_batch(rows), rows.labels
+        assert isinstance(network, PositionsNetwork)
+        flat = with_flat_labels(batch, task.n_classes, positions)
+        logits = self.accumulator.add_batch(flat).reshape(-1, task.n_classes)
+        if batch.labels is not None and tuple(batch_shape(batch.labels)) != (len(batch), *network.spatial):
+            raise label_shape_error(batch_shape(batch.labels), (len(batch), *network.spatial), positions.ignore_index)
+        every = replace(positions, share=1.0)
+        keep, labels, _ = every.counted(flat, (len(batch), len(logits) // len(batch)), task.n_classes)
+        self.n_positions += int(keep.sum())
+        return logits[keep.flatten()], None if labels is None else labels[keep]
+
+    def _with_labels(self, prepared: Batch) -> Batch:
+        """The batch with its labels as the kind of outputs reads them."""
+        network = self.task.network
+        if prepared.labels is None:
+            return prepared
+        labels = network.kind.labels_of(
+            prepared.labels,
+            size=len(prepared),
+            columns=self.task.n_classes,
+            device=network.device,
+            checks=self.checks,
+        )
+        return replace(prepared, labels=labels)
 
     def finish(self, *, may_be_empty: bool = False) -> Information:
         if self.count == 0 and not may_be_empty:
@@ -332,6 +432,15 @@ class _Pass:
             self.checks.finish()
             total = self.accumulator.finish()
         likelihood = None if self.likelihood is None else float(self.likelihood)
+        positions = self.task.positions
+        if positions is not None and self.count and not self.n_positions:
+            raise LabelError(
+                f"No position of the data counts: expected some with a label other than {positions.ignore_index}, in "
+                "places that the attention mask keeps."
+            )
+        if positions is not None and positions.head is not None and positions.share < 1:
+            total = total * (1 / positions.share)
+            likelihood = None if likelihood is None else likelihood / positions.share
         return Information(
             task=self.task,
             total=total,
@@ -369,10 +478,3 @@ def collect_several(
         begin = time.perf_counter()
         results.append((one.finish(), seconds[index] + time.perf_counter() - begin))
     return results
-
-
-def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any, checks: Checks) -> Float[Tensor, ""]:
-    values = checked_labels(labels, size=len(logits), classes=logits.shape[1], device=logits.device, checks=checks)
-    log_probability = torch.log_softmax(logits.double(), 1)
-    # A label out of range is reported by `checks`; it must not stop the device before that.
-    return log_probability.gather(1, values.clamp(0, logits.shape[1] - 1)[:, None]).sum()

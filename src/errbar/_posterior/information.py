@@ -56,6 +56,11 @@ class Information:
         return self.task.fisher
 
     @property
+    def outputs(self) -> str:
+        """What the outputs of the model mean: "classes", "labels" or "positions"."""
+        return self.task.outputs
+
+    @property
     def structure(self) -> str:
         return self.task.structure
 
@@ -145,7 +150,7 @@ class Information:
         `unpack` and `output` as in `collect`: files hold no functions, so these must be given again.
         Without `unpack`, batches are read as if the fit had had none.
         """
-        bound = self.about(Network(model, output_given(self.network.output, output)))
+        bound = self.about(Network(model, output_given(self.network.output, output), self.network.kind))
         return replace(bound, task=bound.task.reading(unpack))
 
     def about(self, network: Network) -> Information:

@@ -25,26 +25,33 @@ from errbar._curvature.structure import Factor
 from errbar._derivative.trace import TopClasses
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
-from errbar._distributions.calibration import Calibration
+from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.positions import PositionLogits
+from errbar._distributions.prediction import Prediction, prediction_of
 from errbar._distributions.sampling import (
     GivenSampler,
+    probabilities_,
     require_samples,
     require_seed,
-    softmax_over_classes_,
     standard_normal,
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
-from errbar._model.network import Network, Output, require_finite_logits
+from errbar._model.network import Output, require_finite_logits, unwrap
+from errbar._model.outputs import CLASSES
+from errbar._model.positions import IGNORE_INDEX, HeadNetwork, with_shapes_of_model
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
 from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
 from errbar._posterior.information import Information
+from errbar._posterior.positions import DRAWS, leading_shape, logits_of_positions, prediction_by_parameters
 from errbar._posterior.prior import Prior
 from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
 from errbar._posterior.width import warn_of_width
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
+
+# What T and T_c of each of several labels are times those of all.
+LabelFactors = tuple[tuple[float, float], ...]
 
 # Rounding of the information above this share of the prior gives a warning.
 _NOTICEABLE_ROUNDING = 0.02
@@ -56,6 +63,7 @@ class Posterior:
 
     `temperature` T, `covariance_scale` T_c and `softening` c calibrate it: the logits are N(ĝ/T(x), T_c P^g/T(x)²)
     with T(x) = T √(1 + c v̄(x)), v̄(x) the mean variance of the contrasts of P^g. T(x) = T unless c is set or fitted.
+    Of several labels, `label_factors` multiply T and T_c of each, where `calibrate(per_label=True)` has fitted them.
     """
 
     information: Information
@@ -64,11 +72,26 @@ class Posterior:
     temperature: float = 1.0
     covariance_scale: float = 1.0
     softening: float = 0.0
+    label_factors: LabelFactors | None = None
 
     @property
     def calibration(self) -> Calibration:
         """T, T_c and c together, as `LogitGaussian.calibrated` takes them."""
         return Calibration(self.temperature, self.covariance_scale, self.softening)
+
+    @property
+    def label_temperatures(self) -> tuple[float, ...]:
+        """T of each of several labels; of classes, T alone."""
+        return tuple(self.temperature * factor for factor, _ in self._factors())
+
+    @property
+    def label_covariance_scales(self) -> tuple[float, ...]:
+        """T_c of each of several labels; of classes, T_c alone."""
+        return tuple(self.covariance_scale * factor for _, factor in self._factors())
+
+    def _factors(self) -> LabelFactors:
+        one_each = 1 if self.information.task.kind.has_gauge else self.information.n_classes
+        return ((1.0, 1.0),) * one_each if self.label_factors is None else self.label_factors
 
     @property
     def model(self) -> nn.Module:
@@ -87,7 +110,7 @@ class Posterior:
     @property
     def is_calibrated(self) -> bool:
         """Whether T or T_c were fitted or set: as `fit` leaves them, both are 1."""
-        return self.calibration != Calibration()
+        return self.calibration != Calibration() or self.label_factors is not None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -102,9 +125,11 @@ class Posterior:
             "parameters": task.selection.names,
             "structure": task.structure,
             "fisher": task.fisher,
+            **({} if task.outputs == CLASSES.name else {"outputs": task.outputs}),
             "dtype": str(task.dtype),
             "prior": self.prior.described(),
             "calibration": str(self.calibration.described()),
+            **({} if self.label_factors is None else {"label factors": str(self.label_factors)}),
             "data": f"{float(information.n_samples)!r} {information.log_likelihood!r}",
         }
         return hashlib.sha256(str(sorted(facts.items())).encode()).hexdigest()
@@ -113,14 +138,25 @@ class Posterior:
         """P in float64, without calibration."""
         return self.factor.covariance.clone()
 
-    def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
+    def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian | PositionLogits:
         """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
 
         With `top`, of that many classes of each input alone, those with the largest means in falling order, which
         `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes; with
         softening at the cost of all classes, on which T(x) depends.
         """
+        if self.information.task.positions is not None:
+            if top is not None:
+                raise ArgumentError(
+                    "top= picks classes of an input, and here every position has its own; leave it out."
+                )
+            return self.position_logits(x, DRAWS, unpack=unpack)
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
+
+    def position_logits(self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None) -> PositionLogits:
+        """N(ĝ/T(x), T_c P^g/T(x)²) of every position; behind the last layer by so many draws of the parameters."""
+        task = self.information.task
+        return logits_of_positions(task, self.factor, self.calibration, x, unpack, samples, seed)
 
     def unrounded_logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
@@ -129,6 +165,7 @@ class Posterior:
         samples are drawn before the covariance is rounded to the dtype of results.
         """
         task = self.information.task
+        task.require_no_positions()
         if top is not None:
             require_top(top, task.n_classes)
         if is_stream(x):
@@ -148,6 +185,7 @@ class Posterior:
         everything after the network itself that it is computed from, is always float64.
         """
         task = self.information.task
+        task.require_classes("joint_logits")
         with plain_execution(task.network.device):
             checks, batch = self._prepared(frames, unpack)
             joint = structure_called(task.structure).joint(task, self.factor, batch)
@@ -172,6 +210,8 @@ class Posterior:
                 the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
                 end. A tensor or a mapping of another form goes to the model as it is.
         """
+        if self.information.task.positions is not None:
+            return self.position_logits(x, samples, seed, unpack=unpack).predict(samples, seed, draws=draws)
         if draws == "random":
             return self.sampling_logits(x, samples, seed, unpack=unpack).predict(samples, seed)
         return self.unrounded_logits(x, unpack=unpack).predict(samples, seed, draws=draws)
@@ -192,6 +232,7 @@ class Posterior:
         """
         require_samples(samples)
         require_seed(seed)
+        self.information.task.require_no_positions()
         if is_stream(x):
             stream = input_batches(x, unpack or self.unpack)
             return LogitGaussian.concatenated([self.drawn_logits(batch, samples, seed) for batch in stream])
@@ -203,22 +244,26 @@ class Posterior:
             require_finite_logits(mean, checks)
             checks.finish()
             deviations = pushed_deviations(task, self.factor, batch, samples, seed).to(mean.dtype)
-        drawn = LogitGaussian(mean, DrawnCovariance(deviations)).calibrated(self.calibration)
+        drawn = self._calibrated(LogitGaussian(mean, DrawnCovariance(deviations), kind=task.kind))
         return drawn.of_origin(self.fingerprint)
 
     def _checked(self, batch: Batch, checks: Checks, top: int | None) -> Iterator[LogitGaussian]:
         task = self.information.task
         structure = structure_called(task.structure)
-        if top is None or self.softening > 0:
+        if top is None or self.softening > 0 or self.label_factors is not None:
             gaussians = structure.gaussians(task, self.factor, batch)
         else:
             gaussians = structure.top_gaussians(task, self.factor, batch, top)
         for gaussian in gaussians:
             require_finite_logits(gaussian.mean, checks)
-            calibrated = gaussian.calibrated(self.calibration)
+            calibrated = self._calibrated(gaussian.of_kind(task.kind))
             if top is not None and gaussian.classes is None:
                 calibrated = calibrated.of_classes(TopClasses(top).classes(gaussian.mean))
             yield calibrated
+
+    def _calibrated(self, gaussian: LogitGaussian) -> LogitGaussian:
+        calibrated = gaussian.calibrated(self.calibration)
+        return calibrated if self.label_factors is None else calibrated.with_label_factors(self.label_factors)
 
     def _prepared(self, x: Any, unpack: Unpack | None = None) -> tuple[Checks, Batch]:
         task = self.information.task
@@ -236,7 +281,8 @@ class Posterior:
         network.require_unchanged()
         values = self.information.selection.values(network.module)
         draws = self.information.selection.unflatten(self._drawn_vectors(samples, seed, scale=1.0))
-        return {name: draws[name].to(value.dtype) for name, value in values.items()}
+        in_shape = with_shapes_of_model(draws, network)
+        return {name: in_shape[name].to(value.dtype) for name, value in values.items()}
 
     def _drawn_vectors(self, samples: int, seed: int, *, scale: float) -> Float[Tensor, "K n"]:
         center = self.information.selection.flatten(self.information.network.module)
@@ -253,16 +299,24 @@ class Posterior:
         """
         network, selection = self.information.network, self.information.selection
         network.require_unchanged()
+        if self.label_factors is not None:
+            raise ArgumentError(
+                "predict_by_parameters scales the covariance of the parameters by T_c, and this posterior has a T_c "
+                "for each label; expected one for all (calibrate without per_label). Use predict."
+            )
         vectors = self._drawn_vectors(samples, seed, scale=self.covariance_scale)
         dtypes = {name: value.dtype for name, value in selection.values(network.module).items()}
         with plain_execution(network.device):
             checks = Checks(network.device)
-            batch = network.prepare(input_batch(x, unpack or self.unpack), checks)
+            whole = network.prepare_whole(input_batch(x, unpack or self.unpack), checks)
+            batch = network.rows(whole)[0] if isinstance(network, HeadNetwork) else whole
             network.logits(batch)  # an input that the model cannot take is reported by this call
             T: float | Tensor = self.temperature
             if self.softening > 0:
+                self.information.task.require_classes("predict_by_parameters with softening")
                 spread = self.uncalibrated().unrounded_logits(batch).contrast_variance
-                T = self.calibration.temperatures(spread).to(network.dtype)[:, None]
+                T = self.calibration.temperatures(spread).to(network.dtype)
+                T = T[:, None] if network.kind.has_gauge else T
             draws = []
             for vector in vectors:
                 values = selection.unflatten(vector[None])
@@ -270,7 +324,11 @@ class Posterior:
                 require_finite_logits(logits, checks)
                 draws.append(logits.to(network.dtype) / T)
             checks.finish()
-        return Prediction.from_sampler(GivenSampler(softmax_over_classes_(torch.stack(draws, 2))))
+            if self.information.task.positions is not None:
+                leading = leading_shape(self.information.task, whole)
+                return prediction_by_parameters(torch.stack(draws, 2), leading, self.information.n_classes)
+        values = probabilities_(torch.stack(draws, 2), network.kind)
+        return prediction_of(GivenSampler(values, network.kind))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
@@ -310,7 +368,8 @@ class Posterior:
         """Whether the stream is so short that the recursion is cheaper than a factorisation; and the stream itself."""
         batches: list[Batch] = []
         count = 0
-        while team.is_alone and self.factor.can_recurse(count):
+        has_rows = self.information.task.positions is None
+        while has_rows and team.is_alone and self.factor.can_recurse(count):
             batch = next(stream, None)
             if batch is None:
                 return bool(batches), iter(batches)
@@ -319,7 +378,7 @@ class Posterior:
         return False, chain(batches, stream)
 
     def _with_information(self, information: Information) -> Posterior:
-        return condition(information, self.prior)._with(self.calibration)
+        return condition(information, self.prior)._with(self.calibration).with_label_factors(self.label_factors)
 
     def log_evidence(self) -> float:
         """ln p(T) ≈ L_N(θ̂) + ln N(θ̂; 0, P_0) + (n/2) ln 2π + ½ ln det P, the Laplace approximation.
@@ -339,7 +398,7 @@ class Posterior:
 
     def with_prior(self, prior: Prior) -> Posterior:
         """The same information and calibration with another prior; no pass over data."""
-        return condition(self.information, prior)._with(self.calibration)
+        return condition(self.information, prior)._with(self.calibration).with_label_factors(self.label_factors)
 
     def with_calibration(
         self,
@@ -359,7 +418,19 @@ class Posterior:
 
     def uncalibrated(self) -> Posterior:
         """The same posterior with T = 1, T_c = 1 and c = 0."""
-        return self._with(Calibration())
+        return self._with(Calibration()).with_label_factors(None)
+
+    def with_label_factors(self, factors: LabelFactors | None) -> Posterior:
+        """The same posterior with other factors of T and T_c for each of several labels, or with none."""
+        if factors is not None:
+            factors = tuple((require_temperature(T), require_covariance_scale(scale)) for T, scale in factors)
+            kind, count = self.information.task.kind, self.information.n_classes
+            if kind.has_gauge or len(factors) != count:
+                raise ArgumentError(
+                    f"label_factors are {len(factors)} pairs, for a posterior of {count} {kind.noun}; expected a pair "
+                    "of factors of T and T_c for each label of one that was fitted with outputs='labels'."
+                )
+        return replace(self, label_factors=factors)
 
     def _with(self, calibration: Calibration) -> Posterior:
         return replace(self, **vars(calibration))
@@ -369,8 +440,8 @@ class Posterior:
         target = torch.empty(0, device=device).device
         network = self.information.network
         is_there = next(network.module.parameters()).device == target
-        target_network = Network(
-            network.model if is_there else copy.deepcopy(network.module).to(target), network.output
+        target_network = network.on_other(
+            network.model if is_there else copy.deepcopy(unwrap(network.model)).to(target)
         )
         if not target_network.same_weights(network):
             raise WeightsChangedError(
@@ -408,6 +479,7 @@ class Posterior:
         )
 
         checked_path(path)
+        self.information.task.require_classes("export")
         prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
@@ -427,7 +499,8 @@ class Posterior:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles carry the model and the information; the factorisation, which has locks, is made again."""
-        return _restored, (self.information, self.prior, self.temperature, self.covariance_scale, self.softening)
+        numbers = (self.temperature, self.covariance_scale, self.softening, self.label_factors)
+        return _restored, (self.information, self.prior, *numbers)
 
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
@@ -444,11 +517,16 @@ class Posterior:
 
 
 def _restored(
-    information: Information, prior: Prior, temperature: float, covariance_scale: float, softening: float = 0.0
+    information: Information,
+    prior: Prior,
+    temperature: float,
+    covariance_scale: float,
+    softening: float = 0.0,
+    label_factors: LabelFactors | None = None,
 ) -> Posterior:
-    """`softening` may be missing: pickles of before there was one have four values."""
-    posterior = condition(information, prior)
-    return replace(posterior, temperature=temperature, covariance_scale=covariance_scale, softening=softening)
+    """The last two may be missing: pickles of before there were any have fewer values."""
+    posterior = condition(information, prior)._with(Calibration(temperature, covariance_scale, softening))
+    return posterior.with_label_factors(label_factors)
 
 
 def condition(information: Information, prior: Prior, *, model: nn.Module | None = None) -> Posterior:
@@ -516,10 +594,13 @@ def fit(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    outputs: str = "classes",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
     progress: bool = False,
+    positions: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Posterior:
     """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior.
 
@@ -537,8 +618,11 @@ def fit(
         precision=precision,
         unpack=unpack,
         output=output,
+        outputs=outputs,
         checkpoint=checkpoint,
         every=every,
+        positions=positions,
+        ignore_index=ignore_index,
     )
     information, first = collected(request, data, group=group, progress=progress)
     posterior = condition(information, Prior() if prior is None else prior)
@@ -557,9 +641,13 @@ def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussia
         for part in parts:
             require_finite_logits(part[0].mean, checks)
         checks.finish()
-    return [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+    whole = [LogitGaussian.concatenated(own) for own in zip(*parts, strict=True)]
+    return [gaussian.of_kind(task.kind) for gaussian in whole]
 
 
-def require_posterior(value: object) -> None:
+def require_posterior(value: object, classes_for: str | None = None) -> None:
+    """Refuse what is no posterior; and for what is only made for classes, in its name, one of other outputs."""
     if not isinstance(value, Posterior):
         raise ArgumentError(f"Expected a Posterior, as errbar.fit returns it, got {type(value).__name__}.")
+    if classes_for is not None:
+        value.information.task.require_classes(classes_for)

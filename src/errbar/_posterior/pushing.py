@@ -47,12 +47,21 @@ def affordable_draws(classes: int, samples: int) -> int:
     return samples if classes <= FEW_CLASSES else min(samples, max(_LEAST_DRAWS, _KEPT_NUMBERS // classes))
 
 
+def held_draws(task: Task, samples: int) -> int:
+    """`affordable_draws` of a task: as few as of a thousand classes where thousands of positions average."""
+    if task.positions is not None:
+        return min(samples, _LEAST_DRAWS)
+    return affordable_draws(task.n_classes, samples)
+
+
 def keeps_draws(task: Task, samples: int) -> bool:
     """Whether K draws, pushed forward, take the place of P^g: where they take less time.
 
     P^g takes a backward pass for each class; but none at all, and so it stays, where all that is selected is a layer
     that returns the logits.
     """
+    if task.positions is not None:
+        return task.positions.head is None
     return draws_are_quicker(task.n_classes, samples) and not all(_takes_no_pass(route) for route in task.routes)
 
 
@@ -65,7 +74,7 @@ def _takes_no_pass(route: Route | None) -> bool:
 
 def pushed_draws(task: Task, samples: int) -> int:
     """How many samples to take of each of many inputs: all of them by P^g, as many as are affordable by draws."""
-    few = affordable_draws(task.n_classes, samples)
+    few = held_draws(task, samples)
     return few if keeps_draws(task, few) else samples
 
 

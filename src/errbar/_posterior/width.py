@@ -15,8 +15,6 @@ from __future__ import annotations
 import warnings
 from typing import Any, Protocol
 
-import torch
-
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._curvature.task import Task
@@ -67,7 +65,8 @@ def warn_of_width(posterior: Predictor, first: Batch | None, team: Team, *, stac
     if (reason := _by_heart(posterior, entropy / compared if compared else None)) is not None:
         reasons.append(reason)
     if different > DISAGREEING * compared:
-        reasons.append(f"its most probable class is not the network's for {different} of {compared} training inputs")
+        what = "most probable class is" if posterior.information.task.kind.has_gauge else "decisions about labels are"
+        reasons.append(f"its {what} not the network's for {different} of {compared} training inputs")
     if reasons:
         text = f"The posterior is far too wide as it is: {', and '.join(reasons)}. {ADVICE}"
         warnings.warn(text, PosteriorWarning, stacklevel=stacklevel)
@@ -75,7 +74,8 @@ def warn_of_width(posterior: Predictor, first: Batch | None, team: Team, *, stac
 
 def _by_heart(posterior: Predictor, entropy: float | None) -> str | None:
     information = posterior.information
-    if information.log_likelihood is not None:
+    if information.log_likelihood is not None and information.task.kind.has_gauge:
+        # Of several labels it is not known how many were given.
         nll = -information.log_likelihood / information.n_samples
         measure = f"mean NLL {nll:.2g}"
     elif entropy is not None:
@@ -95,8 +95,13 @@ def _sums(team: Team, posterior: Predictor, first: Batch | None) -> tuple[int, i
 
 
 def _comparison(posterior: Predictor, first: Batch) -> tuple[int, int, float]:
-    """The same of the first inputs of a batch; zeros where there are too few, or where it would take long."""
+    """The same of the first inputs of a batch; zeros where there are too few, or where it would take long.
+
+    Of several labels each counts by itself.
+    """
     task = posterior.information.task
+    if task.positions is not None:
+        return 0, 0, 0.0
     size = min(len(first), _inputs_within(task))
     if size < _FEWEST:
         return 0, 0, 0.0
@@ -104,16 +109,16 @@ def _comparison(posterior: Predictor, first: Batch) -> tuple[int, int, float]:
     least, most = _DRAWS
     draws = max(least, min(most, _MOST_DRAWN // (size * task.n_classes)))
     try:
-        label = posterior.predict(batch, draws).label
+        pmf = posterior.predict(batch, draws).pmf
     except SizeError:
         return 0, 0, 0.0
     with plain_execution(task.network.device):
         checks = Checks(task.network.device)
         logits = task.network.logits(task.network.prepare(batch, checks)).double()
         checks.finish()
-    pmf = torch.softmax(logits, 1)
-    entropy = torch.special.entr(pmf).sum()
-    return int((label != logits.argmax(1)).sum()), size, float(entropy)
+    decisions = task.kind.decision(logits, are_logits=True)
+    different = task.kind.decision(pmf, are_logits=False) != decisions
+    return int(different.sum()), decisions.numel(), float(task.kind.entropy(logits).sum())
 
 
 def _inputs_within(task: Task) -> int:

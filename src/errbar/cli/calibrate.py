@@ -21,6 +21,9 @@ def calibrate(
     softening: Annotated[
         bool, typer.Option("--softening", help="Fit also how far T grows with the uncertainty of an input.")
     ] = False,
+    per_label: Annotated[
+        bool, typer.Option("--per-label", help="Fit them for each of several labels, in place of one for all.")
+    ] = False,
     samples: options.Samples = 1000,
     seed: options.Seed = 0,
     factors: options.Factors = False,
@@ -47,6 +50,7 @@ def calibrate(
             here.together(source.loader),
             objective=objective,
             fit=(*map(options.argument_of, scales), *(("softening",) if softening else ())),
+            per_label=per_label,
             samples=samples,
             seed=seed,
             progress=here.progress,

@@ -52,6 +52,8 @@ def evaluate(
     """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
+    from errbar.cli.label_scores import evaluate_labels
+    from errbar.cli.position_scores import evaluate_positions
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
     from errbar.cli.session import session
 
@@ -68,6 +70,18 @@ def evaluate(
             return pictures, loaded, source, second
 
         pictures, loaded, source, second = here.together(prepared)
+        if isinstance(loaded.classifier, errbar.Posterior) and loaded.classifier.information.outputs != "classes":
+            if report is not None:
+                raise ArgumentError(
+                    "--report is for one of several classes, and this posterior was fitted with outputs="
+                    f"'{loaded.classifier.information.outputs}'; expected errbar evaluate without --report."
+                )
+            notice_if_uncalibrated(here, loaded.classifier)
+            if loaded.classifier.information.outputs == "positions":
+                evaluate_positions(here, loaded.classifier, source, samples, bins, seed)
+                return
+            evaluate_labels(here, loaded.classifier, loaded.classes, source, samples, bins, seed)
+            return
         if report is None:
             scores = _scored(here, loaded.classifier, source, samples, bins, seed)
             if scores is None:

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 
 # What autofit chooses, and what only it uses, by the names of the arguments below.
-_CHOSEN = ("last_layers", "parameters", "prior", "weight_decay", "fisher", "draws", "structure", "rank", "precision")
+_CHOSEN = (
+    "last_layers",
+    "parameters",
+    "prior",
+    "weight_decay",
+    "outputs",
+    "fisher",
+    "draws",
+    "structure",
+    "rank",
+    "precision",
+)
 _FOR_AUTO = ("validation", "seconds")
 
 
@@ -47,6 +58,7 @@ def fit(
         float | None,
         typer.Option("--weight-decay", help="Weight decay of the training; the prior is this times the samples."),
     ] = None,
+    outputs: options.Outputs = "classes",
     fisher: options.Fisher = "ggn",
     draws: options.LabelDraws = 1,
     seed: options.Seed = 0,
@@ -117,6 +129,7 @@ def fit(
             here.together(source.loader),
             last_layers=last_layers,
             parameters=names,
+            outputs=outputs,
             fisher=fisher,
             draws=draws,
             seed=seed,

@@ -17,6 +17,7 @@ DEFAULT_PRIOR = "1.0"
 
 # Options with few values; another value is a usage error, whose message lists these.
 FisherName = Literal["ggn", "eta", "sampled"]
+OutputsName = Literal["classes", "labels", "positions"]
 PrecisionName = Literal["model", "float64"]
 ObjectiveName = Literal["nll", "brier", "ece"]
 ScaleName = Literal["temperature", "covariance-scale"]
@@ -127,6 +128,12 @@ Seconds = Annotated[
 Fisher = Annotated[
     FisherName,
     typer.Option("--fisher", help="ggn; eta, diagonal as in the paper; or sampled, ggn by drawn labels."),
+]
+Outputs = Annotated[
+    OutputsName,
+    typer.Option(
+        "--outputs", help="What the model returns: logits of classes, of labels that are each true, or of positions."
+    ),
 ]
 LabelDraws = Annotated[int, typer.Option("--draws", min=1, help="Labels drawn per sample, for sampled.")]
 Structure = Annotated[

@@ -260,11 +260,20 @@ def _facts(posterior: errbar.Posterior, classes: Sequence[str] | None) -> dict[s
         "layers": list(dict.fromkeys(name.rpartition(".")[0] or name for name in information.parameter_names)),
         "structure": information.structure,
         "fisher": information.fisher,
+        **({} if information.outputs == "classes" else {"outputs": information.outputs}),
         "prior": "one for each parameter" if isinstance(precision, torch.Tensor) else precision,
         "temperature": posterior.temperature,
         "covariance_scale": posterior.covariance_scale,
         "softening": posterior.softening,
+        **({} if posterior.label_factors is None else _of_each_label(posterior)),
         "classes": information.n_classes if classes is None else list(classes),
+    }
+
+
+def _of_each_label(posterior: errbar.Posterior) -> dict[str, Any]:
+    return {
+        "label_temperatures": posterior.label_temperatures,
+        "label_covariance_scales": posterior.label_covariance_scales,
     }
 
 

@@ -38,7 +38,7 @@ def predict(
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
-    from errbar.cli.predictions import PredictionColumns, thresholds_of, written
+    from errbar.cli.predictions import PredictionColumns, require_arrays, thresholds_of, written
     from errbar.cli.session import session
 
     with session("predict", as_json=as_json, progress=progress, device=device, ranks=True) as here:
@@ -54,6 +54,7 @@ def predict(
 
         thresholds, loaded, source = here.together(prepared)
         loaded.classifier.require_ready(here.team)
+        here.together(lambda: require_arrays(loaded.classifier, output))
         columns = PredictionColumns(loaded.classes, thresholds, covariance)
         share = share_of(here.together(source.loader), here.team, title="Predicting", progress=here.progress)
 

@@ -33,8 +33,8 @@ class PredictionColumns:
         """The columns of one batch, with the names of its inputs if they are known."""
         columns: dict[str, Tensor | Sequence[Any]] = {} if names is None else {"input": names}
         columns["label"] = prediction.label
-        if self.classes is not None:
-            columns["class"] = [self.classes[label] for label in prediction.label.tolist()]
+        if self.classes is not None and prediction.pmf.ndim == 2:
+            columns["class"] = [self._named(label) for label in prediction.label.tolist()]
         columns |= {
             "confidence": prediction.confidence,
             "entropy": prediction.entropy,
@@ -46,6 +46,13 @@ class PredictionColumns:
         if self.covariance:
             columns["covariance"] = prediction.covariance
         return columns
+
+    def _named(self, label: int | list[int]) -> str:
+        """The name of a class; of several labels those that are more likely true than not, with a bar between them."""
+        assert self.classes is not None
+        if isinstance(label, int):
+            return self.classes[label]
+        return "|".join(name for name, flag in zip(self.classes, label, strict=True) if flag)
 
 
 def write_predictions(
@@ -76,8 +83,8 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
             # Inputs are named here where the rank that read them could not know how many came before.
             writer.add(columns if "input" in columns else {"input": source.names(count, size), **columns})
             count += size
-            confidence += float(torch.as_tensor(columns["confidence"]).sum())
-            information += float(torch.as_tensor(columns["mutual_information"]).sum())
+            confidence += size * float(torch.as_tensor(columns["confidence"]).mean())
+            information += size * float(torch.as_tensor(columns["mutual_information"]).mean())
         if not count:
             raise DataError(f"The data {source.where} are empty: expected at least one batch.")
     return {
@@ -87,6 +94,16 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
         "mean_mutual_information": information / count,
         "bytes": output.stat().st_size,
     }
+
+
+def require_arrays(classifier: errbar.Posterior | errbar.FusedClassifier, output: Path) -> None:
+    """Refuse to write positions of an input into a file that has rows."""
+    is_of_positions = isinstance(classifier, errbar.Posterior) and classifier.information.outputs == "positions"
+    if is_of_positions and output.suffix.lower() != ".npz":
+        raise ArgumentError(
+            f"The output {output} has a row for each input, and this posterior was fitted with "
+            "outputs='positions', with a PMF for every position of an input; expected an .npz file."
+        )
 
 
 def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ a `Style`: a colour, a dash and a marker.
 
 from errbar.plots.chosen import choice
 from errbar.plots.curves import BLUE, GREY, INK, ORANGE, SKY, VERMILION, Style, risk_coverage, roc, shift, styles
+from errbar.plots.positions import segmentation, tokens
 from errbar.plots.single import diagram, diagram_grid, figure_one, logit_ellipse, pmf, reliability, reliability_grid
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "reliability_grid",
     "risk_coverage",
     "roc",
+    "segmentation",
     "shift",
     "styles",
+    "tokens",
 ]

@@ -82,7 +82,7 @@ def assess(
         progress: show a progress bar.
     """
     if not isinstance(posterior, FusedClassifier):
-        require_posterior(posterior)
+        require_posterior(posterior, "The report")
     size = _first(posterior).information.n_classes
     samples = draws_of(posterior, samples)
     names = _names(classes, size)

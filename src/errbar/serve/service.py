@@ -162,6 +162,7 @@ def served(
 ) -> Served:
     """A posterior ready to serve; `reference` are batches of its training data, of which only a part is read."""
     network = posterior if isinstance(posterior, errbar.Posterior) else posterior.posteriors[0]
+    network.information.task.require_classes("errbar serve")
     count = network.information.n_classes
     names = tuple(str(number) for number in range(count)) if classes is None else tuple(classes)
     scores, examples = (None, ()) if reference is None else reference_scores(posterior, reference, names)

@@ -1,0 +1,62 @@
+"""Posteriors of positions on the command line: fitted, calibrated, measured, and written as arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from errbar.cli.main import main
+
+
+def run(*words: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+
+
+NETWORK = """
+import torch
+from torch import nn
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 3, 1))
+"""
+
+
+def test_pixels_are_fitted_calibrated_measured_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pixels_of_test.py").write_text(NETWORK, encoding="utf-8")
+    namespace: dict[str, object] = {}
+    exec(NETWORK, namespace)
+    model = namespace["network"]()  # type: ignore[operator]
+    torch.save(model.state_dict(), "weights.pt")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(45, 1, 4, 5, generator=generator)
+    pmf = torch.softmax(3 * model(x).movedim(1, -1), -1).detach()
+    y = torch.multinomial(pmf.flatten(0, 2), 1, generator=generator).reshape(45, 4, 5)
+    parts = {"train": slice(0, 20), "validation": slice(20, 35), "test": slice(35, 45)}
+    arrays = {f"x_{name}": x[rows].numpy() for name, rows in parts.items()}
+    np.savez("data.npz", **arrays, **{f"y_{name}": y[rows].numpy() for name, rows in parts.items()})
+    of_model = ["--model", "pixels_of_test:network", "--weights", "weights.pt"]
+    first = ["fit", "pixels_of_test:network", "data.npz", "--weights", "weights.pt", "--last-layers", "1"]
+    run(*first, "--outputs", "positions", "-o", "fitted.safetensors")
+    run("calibrate", "fitted.safetensors", "data.npz", *of_model, "-o", "calibrated.safetensors")
+    capsys.readouterr()
+    run("evaluate", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50")
+    shown = capsys.readouterr().out
+    assert "200 positions with a label" in shown
+    assert "after calibration" in shown
+    run("predict", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50", "-o", "found.npz")
+    with np.load("found.npz") as found:
+        assert found["pmf"].shape == found["std"].shape == (10, 4, 5, 3)
+        assert found["label"].shape == found["mutual_information"].shape == (10, 4, 5)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["predict", "calibrated.safetensors", "data.npz", *of_model, "-o", "found.csv"])
+    assert end.value.code == 1
+    assert "expected an .npz file" in capsys.readouterr().err
