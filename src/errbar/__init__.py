@@ -47,7 +47,7 @@ if _TYPE_CHECKING:
     from errbar import metrics
     from errbar._distributions.calibration import Calibration
     from errbar._distributions.logits import JointLogits, LogitGaussian
-    from errbar._distributions.prediction import Prediction
+    from errbar._distributions.prediction import LabelPrediction, Prediction
     from errbar._files.load import FileDescription, FusionDescription, info, load, merge, verify
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
@@ -93,6 +93,7 @@ __all__ = [
     "Information",
     "JointLogits",
     "LabelError",
+    "LabelPrediction",
     "LogitGaussian",
     "MismatchError",
     "MissingExtraError",
@@ -143,7 +144,7 @@ __all__ = [
 _NAMES = {
     "_distributions.calibration": ("Calibration",),
     "_distributions.logits": ("JointLogits", "LogitGaussian"),
-    "_distributions.prediction": ("Prediction",),
+    "_distributions.prediction": ("LabelPrediction", "Prediction"),
     "_files.load": ("FileDescription", "FusionDescription", "info", "load", "merge", "verify"),
     "_monitor.martingales": ("Alarm",),
     "_monitor.monitor": ("Monitor",),

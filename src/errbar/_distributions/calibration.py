@@ -35,8 +35,8 @@ class Calibration:
         object.__setattr__(self, "covariance_scale", require_covariance_scale(self.covariance_scale))
         object.__setattr__(self, "softening", require_softening(self.softening))
 
-    def temperatures(self, contrast_variance: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-        """T(x) = T √(1 + c v̄(x)) of each input, from its v̄(x); in float64."""
+    def temperatures(self, contrast_variance: Float[Tensor, "B *L"]) -> Float[Tensor, "B *L"]:
+        """T(x) = T √(1 + c v̄(x)) of each input, or of each of its labels, from its v̄(x); in float64."""
         return self.temperature * (1 + self.softening * contrast_variance.double()).sqrt()
 
     def described(self) -> dict[str, float]:

@@ -257,7 +257,8 @@ def _held_out_of_labels(gaussians: Sequence[LogitGaussian], labels: Int[Tensor, 
     mean = torch.cat([gaussian.mean for gaussian in gaussians])[row, column]
     variance = torch.cat([gaussian.variance for gaussian in gaussians])[row, column].clamp_min(0)
     halves = torch.tensor([-0.5, 0.5], dtype=mean.dtype, device=mean.device)
-    root = SamplingRoot((variance.sqrt().to(mean.dtype)[:, None] * halves)[:, :, None])
+    # With the sign that the contrast of two classes has, so that a single label has their draws.
+    root = SamplingRoot((variance.sqrt().to(mean.dtype)[:, None] * -halves)[:, :, None])
     return HeldOut(mean[:, None] * halves, root, labels[row, column], variance.double() / 2, column)
 
 

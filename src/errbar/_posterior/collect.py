@@ -142,9 +142,11 @@ def collected(
     else:
         information, first = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
+        missing = "" if information.task.kind.has_gauge else ", unless all labels are missing"
         warnings.warn(
-            "The data hold no information at all: the model is so certain of every sample that Λ = diag f − f fᵀ "
-            "is exactly zero, and the posterior is the prior. Check that the model returns logits of a sensible size.",
+            "The data hold no information at all: the model is so certain of every sample that Λ, the Fisher "
+            f"information of a label, is exactly zero{missing}, and the posterior is the prior. Check that the model "
+            "returns logits of a sensible size.",
             UserWarning,
             stacklevel=stacklevel,
         )

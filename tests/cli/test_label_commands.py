@@ -1,0 +1,68 @@
+"""The commands with several labels: what the library says is what the files hold."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import errbar
+from command_line import CLASSES, Workspace, run, said
+
+MODEL = ("--model", "tiny_net:trained")
+DRAWS = ("--samples", "100")
+
+
+def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Path) -> None:
+    x, y = workspace.train
+    labels = torch.nn.functional.one_hot(y, len(CLASSES))
+    labels[::5, 0] = -1
+    np.savez(
+        tmp_path / "labels.npz",
+        x_train=x,
+        y_train=labels,
+        x_validation=x,
+        y_validation=labels,
+        x_test=x[:9],
+        y_test=labels[:9],
+    )
+    data, first, second = (str(tmp_path / name) for name in ("labels.npz", "p.safetensors", "q.safetensors"))
+    facts = said(
+        *("fit", "tiny_net:trained", data, "--last-layers", "1", "--outputs", "labels", "-o", first),
+        *("--class-names", ",".join(CLASSES)),
+    )
+    assert facts["outputs"] == "labels"
+    facts = said("calibrate", first, data, *MODEL, *DRAWS, "--per-label", "--only", "temperature", "-o", second)
+    posterior = errbar.load(second, workspace.model)
+    assert facts["label_temperatures"] == list(posterior.label_temperatures)
+    prediction = posterior.predict(x[:9], 100)
+
+    said("predict", second, data, *MODEL, *DRAWS, "--risk", "0.5", "-o", str(tmp_path / "out.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([row["pmf"] for row in rows], prediction.pmf, rtol=1e-5)
+    np.testing.assert_allclose([row["mutual_information"] for row in rows], prediction.mutual_information, atol=1e-6)
+    assert rows[0]["label"] == prediction.label[0].tolist()
+    assert rows[0]["class"] == "|".join(name for name, flag in zip(CLASSES, prediction.label[0], strict=True) if flag)
+    said("predict", second, data, *MODEL, *DRAWS, "-o", str(tmp_path / "out.csv"))
+    with (tmp_path / "out.csv").open(newline="") as stream:
+        assert f"pmf_{CLASSES[1]}" in next(csv.reader(stream))
+
+    scores = said("evaluate", second, f"{data}:test", *MODEL, *DRAWS)
+    nll = errbar.metrics.label_nll(prediction, labels[:9])
+    assert scores["scores"]["posterior"]["nll"] == pytest.approx(nll, rel=1e-5)
+    assert scores["labels_given"] == int((labels[:9] >= 0).sum())
+    assert list(scores["by_label"]) == list(CLASSES)
+    assert "By label" in run("evaluate", second, f"{data}:test", *MODEL, *DRAWS).out
+
+    refused = run("evaluate", second, data, *MODEL, "--report", str(tmp_path / "page.html"))
+    assert refused.code == 1
+    assert "--report is for one of several classes" in refused.err
+    refused = run(
+        "fit", "tiny_net:trained", data, "--auto", "--outputs", "labels", "-o", str(tmp_path / "a.safetensors")
+    )
+    assert refused.code == 1
+    assert "--outputs was given with --auto" in refused.err
