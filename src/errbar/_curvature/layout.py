@@ -129,7 +129,8 @@ class Layout:
         """The share of a pass that the tail takes: of its time, or on a GPU, which runs behind, of its work."""
         tail = list(self.tail(selection))
         start = len(self.events) - len(tail)
-        apart = {part.name for part in (*self.layers, *self.norms, *self.grouped)}
+        apart = {part.name for part in self.layers} | {part.name for part in self.norms}
+        apart |= {part.name for part in self.grouped}
         if tail and tail[0].module in apart:
             # The derivative by the outputs of the first layer does not lead through it.
             start += 1

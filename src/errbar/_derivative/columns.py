@@ -46,7 +46,7 @@ class _WithColumns(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradient, ctx.columns(gradient), None
 
 
@@ -255,7 +255,7 @@ def grouped_convolutions(network: Network, selection: Selection) -> list[Grouped
     layers = []
     for name, part, where in own_parameters(network, selection):
         if convolution_kind(part) is not None and part.groups > 1:  # type: ignore[operator]
-            inputs = part.weight[0].numel()  # type: ignore[operator, index]
+            inputs = part.weight[0].numel()  # type: ignore[index]
             starts = (where.get("weight"), where.get("bias"))
             patches = Patches.of(part)  # type: ignore[arg-type]
             layers.append(GroupedConvolution(name, len(part.weight), inputs, part.groups, *starts, patches))  # type: ignore[arg-type]

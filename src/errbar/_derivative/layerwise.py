@@ -125,7 +125,8 @@ class LayerwiseRoute:
         plain Jacobians."""
         starts = {name: where.start for name, where in selection.slices().items()}
         layer_starts = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
-        column_starts = {start for part in (*norms, *grouped) for _, start in part.spans}
+        with_columns: tuple[NormLayer | GroupedConvolution, ...] = (*norms, *grouped)
+        column_starts = {start for part in with_columns for _, start in part.spans}
         every = zip(selection.names, selection.shapes, strict=True)
         shapes = {name: shape for name, shape in every if starts[name] not in layer_starts}
         rest = {name: shape for name, shape in shapes.items() if starts[name] not in column_starts}
@@ -308,6 +309,7 @@ def _taken_apart(
     A layer that drops out changes how the others are traced, so they are checked again without it.
     """
     layers = tuple(shared_layers(network, selection))
+    columns: tuple[NormLayer | GroupedConvolution, ...]
     columns = (*norm_layers(network, selection), *grouped_convolutions(network, selection))
     truth = pulled_back_by_the_whole_model(network, selection, batch)
     while True:

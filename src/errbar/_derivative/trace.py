@@ -164,7 +164,7 @@ def _derivatives(logits: Float[Tensor, "B M"], calls: Sequence[Call], seeds: Flo
         return []
     if not logits.requires_grad:
         return _zero_where_unused(calls, [None] * len(calls), len(seeds))
-    variables = [call.variable for call in calls]
+    variables: Any = [call.variable for call in calls]
     gradients: Sequence[Tensor | None]
     if len(seeds) == 1:
         # The kernels for a mapped dimension take twice as long, the more so where convolutions have groups.

@@ -234,9 +234,10 @@ def _read_grouped(fields: Sequence[Fields], selection: Selection) -> tuple[Group
     sizes = {where.start: where.stop - where.start for where in selection.slices().values()}
     layers = []
     for part in fields:
-        starts = {kind: part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start")}
-        numbers = [part.whole(name, 1) for name in ("outputs", "inputs", "groups")]
-        layer = GroupedConvolution(part.text("name"), *numbers, **starts, patches=_read_patches(part.part("patches")))
+        weight, bias = (part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start"))
+        outputs, inputs, groups = (part.whole(name, 1) for name in ("outputs", "inputs", "groups"))
+        patches = _read_patches(part.part("patches"))
+        layer = GroupedConvolution(part.text("name"), outputs, inputs, groups, weight, bias, patches)
         if not layer.spans or any(sizes.pop(start, None) != where.stop - where.start for where, start in layer.spans):
             raise DamagedFileError(
                 f"{part.where} describes layer {layer.name[:60]!a}, whose size does not match its parameters."
