@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import errbar
 from data import draw
-from errbar._derivative.layers import norm_layers
+from errbar._derivative.columns import norm_layers
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.trace import UnlikeFirstBatchError
 from errbar._model.batch import to_batch

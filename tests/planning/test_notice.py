@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.utils.data import Dataset
 import errbar
 from errbar._base.speed import MachineSpeed
 from errbar._curvature.layout import Layout
+from errbar._curvature.workload import Cost, Workload
 from errbar._planning import notice
+from errbar._planning.seconds import Seconds
 from networks import perceptron
 
 
@@ -206,3 +209,24 @@ def test_the_time_of_a_pass_comes_from_the_first_batch(monkeypatch: pytest.Monke
     errbar.collect(perceptron(6, 5, 4, 3), [normal(1, 6)], last_layers=1)
     assert 0 < seen[0].sample_seconds < 10
     assert seen[1].sample_seconds == float("inf")
+
+
+def test_on_a_gpu_that_waits_for_its_kernels_the_batch_does_not_matter() -> None:
+    """A pass that takes no longer than to start its kernels: seconds are those of the batch, whatever its size."""
+    cost = Cost(0, 0, 0, 0.0, 0.0, 0.0, (0.0, 0.0), exact=True)
+    empty = Workload((), (), (), 10, 1, "ggn", 4, 4, 0, "cuda", 1, 0)
+    speed = MachineSpeed(product=0.0, double=0.0, draw=0.0, launch=1e-5)
+    pass_seconds = 1e-3
+
+    def batch_seconds(size: int, seeds: float, calls: int = 50) -> float:
+        work = replace(empty, batch=size, calls=calls)
+        own = Seconds.of(replace(cost, seeds=(seeds, 0.0)), work, 1.0, pass_seconds / size, speed)
+        return own.sample * size
+
+    assert batch_seconds(16, 1) == pytest.approx(batch_seconds(64, 1))
+    # Python, the pass, three more to trace it and as many to go back, and the backward pass itself.
+    assert batch_seconds(16, 1) == pytest.approx(1.3e-3 + (1 + 3 + 3 + 2) * pass_seconds)
+    # Further seeds go with the kernels of the first.
+    assert batch_seconds(16, 10) - batch_seconds(16, 1) == pytest.approx(9 * 0.4 * 2 * pass_seconds)
+    # Where the kernels are large, starting them does not count.
+    assert batch_seconds(16, 10, calls=0) == pytest.approx(1.3e-3 + (1 + 10 * 2) * pass_seconds)

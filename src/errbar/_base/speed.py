@@ -22,15 +22,21 @@ _SIDE = {"cpu": 320, "cuda": 2048}
 # Tries of each: as many as go into a moment, and some at least. A process that has to share its cores waits for one of
 # its threads in most of them.
 _LEAST_TRIES, _MOST_TRIES, _MOMENT = 3, 30, 0.03
+# Kernels that are started one after the other, to see how long one takes.
+_LAUNCHES = 100
 
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Seconds of a multiplication in a matrix product, of one in float64, and of a Monte Carlo draw of one class."""
+    """Seconds of a multiplication in a matrix product, of one in float64, and of a Monte Carlo draw of one class.
+
+    `launch` are those that starting a kernel takes on a device that runs behind, whatever its size; 0 on a CPU.
+    """
 
     product: float
     double: float
     draw: float
+    launch: float = 0.0
 
     @staticmethod
     def of(device: torch.device, dtype: torch.dtype) -> MachineSpeed:
@@ -56,7 +62,20 @@ def _tried_out(device_name: str, dtype: torch.dtype, threads: int) -> MachineSpe
     device = torch.device(device_name)
     double = _product_seconds(torch.float64, device)
     product = double if dtype == torch.float64 else _product_seconds(dtype, device)
-    return MachineSpeed(product, double, _draw_seconds(dtype, device))
+    launch = _launch_seconds(device) if device.type == "cuda" else 0.0
+    return MachineSpeed(product, double, _draw_seconds(dtype, device), launch)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Seconds of one of many additions to a few numbers, which come one after the other."""
+    numbers = torch.zeros(8, device=device)
+
+    def add() -> Tensor:
+        for _ in range(_LAUNCHES):
+            numbers.add_(1.0)
+        return numbers
+
+    return _least_seconds(add, device) / _LAUNCHES
 
 
 def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:

@@ -316,7 +316,7 @@ class KroneckerAccumulator:
             for layer in self.route.layers:
                 for derivative in derivatives.get(layer.name, ()):
                     linalg.add_lower_square_(self.outer[layer.name], layer.outer_columns(derivative).to(self.dtype))
-            for where, rows in self.route.of_norms(derivatives):
+            for where, rows in self.route.of_columns(derivatives):
                 self.rest[where] += rows.to(self.dtype).square().sum((0, 1), dtype=torch.float64)
 
     def finish(self) -> KroneckerSum:
@@ -344,7 +344,7 @@ class KroneckerStructure(Structure):
 
     def route(self, network: Network, selection: Selection, batch: Batch) -> Route | None:
         by_layer = LayerwiseRoute.plan(network, selection, batch)
-        _say_what_is_diagonal(by_layer.rest.matrices(), selection.n_parameters)
+        _say_what_is_diagonal(_without_factors(by_layer, selection).matrices(), selection.n_parameters)
         return Route((), by_layer=by_layer)
 
     def cost(self, work: Workload) -> Cost:
@@ -381,6 +381,16 @@ class KroneckerStructure(Structure):
         return KroneckerFactor.read(
             contents, fields, total.n_parameters, [b.layer for b in total.blocks], total.rest_spans
         )
+
+
+def _without_factors(route: LayerwiseRoute, selection: Selection) -> Selection:
+    """The parameters in neither a layer nor a norm."""
+    starts = {start for layer in route.layers for start in (layer.weight_start, layer.bias_start)}
+    starts |= {start for norm in route.norms for _, start in norm.spans}
+    slices = selection.slices()
+    shapes = dict(zip(selection.names, selection.shapes, strict=True))
+    rest = {name: shape for name, shape in shapes.items() if slices[name].start not in starts}
+    return Selection(tuple(rest), tuple(rest.values()))
 
 
 def _say_what_is_diagonal(alone: dict[str, int], n: int) -> None:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from errbar._base.speed import timed
 from errbar._curvature.fisher import Fisher
 from errbar._curvature.workload import LayerSize, Workload
+from errbar._derivative.columns import GroupedConvolution, NormLayer, grouped_convolutions, norm_layers
 from errbar._derivative.full import RANDOM_IN_EVAL
 from errbar._derivative.graph import Graph, ending_of
-from errbar._derivative.layers import NormLayer, SharedLayer, norm_layers, own_parameters, shared_layers
+from errbar._derivative.layers import SharedLayer, own_parameters, shared_layers
 from errbar._model.batch import Batch
 from errbar._model.network import Event, Network, Observation
 from errbar._model.selection import NAMED_SETS, Layer, Selection, layers_that_ran, matching, owner, select
@@ -61,9 +62,9 @@ class Layout:
     last used. `events` are the calls of modules without children, or with parameters of their own. `layers` are the
     linear layers and convolutions whose parameters are theirs alone, with positions counted in the whole flat vector;
     `uses` how often each was used for one sample, and `calls` how often it was called. `norms` are the norm layers
-    whose parameters are theirs alone. `seconds` are those of the pass that `events` are from, and `sample_seconds` the
-    least that one sample has taken in any pass, infinite where that is not known. `inputs` are the numbers that a
-    sample consists of.
+    whose parameters are theirs alone, `grouped` the convolutions in groups. `seconds` are those of the pass that
+    `events` are from, and `sample_seconds` the least that one sample has taken in any pass, infinite where that is not
+    known. `inputs` are the numbers that a sample consists of.
     """
 
     network: Network
@@ -72,6 +73,7 @@ class Layout:
     events: tuple[Event, ...]
     layers: tuple[SharedLayer, ...]
     norms: tuple[NormLayer, ...]
+    grouped: tuple[GroupedConvolution, ...]
     uses: dict[str, int]
     calls: dict[str, int]
     returning: frozenset[str]
@@ -127,7 +129,8 @@ class Layout:
         """The share of a pass that the tail takes: of its time, or on a GPU, which runs behind, of its work."""
         tail = list(self.tail(selection))
         start = len(self.events) - len(tail)
-        apart = {layer.name for layer in self.layers} | {norm.name for norm in self.norms}
+        apart = {part.name for part in self.layers} | {part.name for part in self.norms}
+        apart |= {part.name for part in self.grouped}
         if tail and tail[0].module in apart:
             # The derivative by the outputs of the first layer does not lead through it.
             start += 1
@@ -175,12 +178,20 @@ class Layout:
             names=selection.names,
             alone_names=alone.names,
             inputs=self.inputs,
+            calls=len(self.events),
         )
 
     def alone(self, selection: Selection) -> Selection:
-        """The selected tensors that neither a layer nor a norm layer holds."""
+        """The selected tensors that no layer holds: their Jacobians are computed one sample at a time."""
+        return self._outside(selection, (*self.norms, *self.grouped))
+
+    def without_factors(self, selection: Selection) -> Selection:
+        """The selected tensors for which `kron` has no factors, but for those of norms."""
+        return self._outside(selection, self.norms)
+
+    def _outside(self, selection: Selection, parts: Sequence[NormLayer | GroupedConvolution]) -> Selection:
         layer_starts = {start for layer in self.layers if layer.name in self.uses for start in _starts(layer)}
-        layer_starts |= {start for norm in self.norms for start in _starts(norm)}
+        layer_starts |= {start for part in parts for start in _starts(part)}
         every = self._slices
         shapes = zip(selection.names, selection.shapes, strict=True)
         rest = {name: shape for name, shape in shapes if every[name].start not in layer_starts}
@@ -200,7 +211,7 @@ class Layout:
                 yield LayerSize(layer.name, layer.outputs, part.width, self.uses[layer.name], plain, returns)
 
 
-def _starts(layer: SharedLayer | NormLayer) -> set[int]:
+def _starts(layer: SharedLayer | NormLayer | GroupedConvolution) -> set[int]:
     """Where the weight and the bias that are its own start in the flat vector."""
     return {start for start in (layer.weight_start, layer.bias_start) if start is not None}
 
@@ -326,7 +337,9 @@ def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...], 
     leaves |= {name for name, _, _ in own_parameters(network, every)}
     events = tuple(event for event in observation.events if event.module in leaves)
     calls = Counter(event.module for event in events)
-    layers = tuple(shared_layers(network, every))
+    unlike = observation.unlike
+    layers = tuple(layer for layer in shared_layers(network, every) if layer.name not in unlike)
+    grouped = (layer for layer in grouped_convolutions(network, every) if layer.name not in unlike)
     outputs = {layer.name: layer.outputs for layer in layers}
     uses: dict[str, int] = {}
     for event in events:
@@ -339,6 +352,7 @@ def _layout(network: Network, observation: Observation, ran: tuple[Layer, ...], 
         events,
         layers,
         tuple(norm for norm in norm_layers(network, every) if norm.name in calls),
+        tuple(layer for layer in grouped if layer.name in calls),
         uses,
         dict(calls),
         frozenset(name for name in observation.returning if calls[name] == 1),

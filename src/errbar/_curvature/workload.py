@@ -65,7 +65,7 @@ class Workload:
     one sample, `widest` the numbers of the largest of them, and `itemsize` that of products. `alone` are the sizes of
     the tensors in neither a term nor a norm layer, whose Jacobians are computed one sample at a time. `scores` are the
     labels drawn for each sample, 0 where all classes count. `names` are those of all tensors, `alone_names` of those in
-    `alone`. `inputs` are the numbers that a sample consists of.
+    `alone`. `inputs` are the numbers that a sample consists of, `calls` those of modules in a pass.
     """
 
     modules: tuple[tuple[str, int], ...]
@@ -86,6 +86,7 @@ class Workload:
     names: tuple[str, ...] = ()
     alone_names: tuple[str, ...] = ()
     inputs: int = 0
+    calls: int = 0
 
     @property
     def n(self) -> int:

@@ -6,11 +6,6 @@ A linear layer that is used once, with input h (a 1 appended for the bias) and o
 One whose weight is used T times for one sample (a convolution, which is a linear layer applied to patches; a linear
 layer applied to tokens) has, with h_t its inputs and V_t = ∂g/∂a_t,
     J = Σ_t V_t ⊗ h_tᵀ.
-
-A norm layer returns a = γ ∘ x̂ + β. Each sample n gets zeros of its own added to γ and β,
-    a_n + δγ_n ∘ x̂_n + δβ_n,   δ = 0,
-which changes no value; the derivative of the logits by δ_n is the Jacobian of sample n alone, and comes with the
-backward pass that other layers need anyway. It has a number for each parameter, where ∂g/∂a has one for each output.
 """
 
 from __future__ import annotations
@@ -24,9 +19,10 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from errbar._model.convolutions import has_own_forward
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 
@@ -34,15 +30,19 @@ from errbar._model.selection import Selection
 JACOBIAN_BYTES = {"cpu": 2**25, "cuda": 2**28}
 
 
+# What is differentiated by: a tensor, or a place in the graph that stays when what comes after overwrites its tensor.
+Variable = Tensor | GradientEdge
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a layer: its inputs, the variable to differentiate by, the output passed on, and its version.
 
-    The variable is the output, of which a copy is passed on, or what an `Interception` has added to it.
+    The variable is the output, or what an `Interception` has added to it.
     """
 
     inputs: Tensor
-    variable: Tensor
+    variable: Variable
     output: Tensor
     version: int
 
@@ -259,20 +259,28 @@ class Patches:
 
     @staticmethod
     def of(part: nn.Conv1d | nn.Conv2d) -> Patches:
-        """A convolution over one dimension is one over images of height one."""
+        """A convolution over one dimension is one over images of height one.
+
+        One with a forward of its own pads by itself: what counts is what it convolves (`_model.convolutions`).
+        """
 
         def pair(sizes: tuple[int, ...]) -> tuple[int, ...]:
             return (1, *sizes) if len(sizes) == 1 else tuple(sizes)
 
         mode = "constant" if part.padding_mode == "zeros" else part.padding_mode
         padding = tuple(part._reversed_padding_repeated_twice)
+        if has_own_forward(part):
+            mode, padding = "constant", (0,) * len(padding)
         return Patches(pair(part.kernel_size), pair(part.stride), pair(part.dilation), padding, mode)
+
+    def images(self, inputs: Float[Tensor, "B c *size"]) -> Float[Tensor, "B c height width"]:
+        """The inputs with their padding."""
+        padded = F.pad(inputs, self.padding, mode=self.mode) if any(self.padding) else inputs
+        return padded[:, :, None] if padded.ndim == 3 else padded
 
     def unfolded(self, inputs: Float[Tensor, "B c *size"]) -> Float[Tensor, "B T q"]:
         """The patches, each in the order of a row of the weight: channel, height, width."""
-        padded = F.pad(inputs, self.padding, mode=self.mode) if any(self.padding) else inputs
-        images = padded[:, :, None] if padded.ndim == 3 else padded
-        patches: Tensor = F.unfold(images, self.kernel, self.dilation, 0, self.stride)
+        patches: Tensor = F.unfold(self.images(inputs), self.kernel, self.dilation, 0, self.stride)
         return patches.mT
 
     def columns(self, inputs: Float[Tensor, "B c *size"]) -> Float[Tensor, "q BT"]:
@@ -281,8 +289,7 @@ class Patches:
         `unfold` takes one sample after the other, and its columns lie apart: to put those of all samples together
         takes far longer than to make them.
         """
-        padded = F.pad(inputs, self.padding, mode=self.mode) if any(self.padding) else inputs
-        images = (padded[:, :, None] if padded.ndim == 3 else padded).transpose(0, 1).contiguous()
+        images = self.images(inputs).transpose(0, 1).contiguous()
         reach = [step * (count - 1) for step, count in zip(self.dilation, self.kernel, strict=True)]
         sizes = [(n - r - 1) // s + 1 for n, r, s in zip(images.shape[2:], reach, self.stride, strict=True)]
         rows = images.new_empty(len(images), self.kernel[0] * self.kernel[1], images.shape[1], *sizes)
@@ -356,11 +363,8 @@ def shared_layers(network: Network, selection: Selection) -> list[SharedLayer]:
         if shape is not None:
             layers.append(SharedLayer(name, *shape[:2], *starts, shape[2]))
         elif isinstance(part, (nn.Conv1d, nn.Conv2d)) and part.groups == 1:
-            kind = nn.Conv1d if isinstance(part, nn.Conv1d) else nn.Conv2d
-            # A subclass with a forward of its own may do anything.
-            if type(part).forward is kind.forward:
-                inputs = part.in_channels * int(torch.Size(part.kernel_size).numel())
-                layers.append(SharedLayer(name, part.out_channels, inputs, *starts, patches=Patches.of(part)))
+            inputs = part.in_channels * int(torch.Size(part.kernel_size).numel())
+            layers.append(SharedLayer(name, part.out_channels, inputs, *starts, patches=Patches.of(part)))
     return layers
 
 
@@ -499,85 +503,3 @@ def shared_terms(terms: Sequence[LinearTerm]) -> list[SharedTerm]:
         inner = torch.stack([term.inner for term in layer_terms], 1)
         shared.append(SharedTerm(layer, inner, torch.stack(outer, 3) if outer else None))
     return shared
-
-
-@dataclass(frozen=True)
-class NormLayer:
-    """A norm layer and where its selected parameters start in the flat vector; None for one that is not selected."""
-
-    name: str
-    shape: tuple[int, ...]
-    weight_start: int | None
-    bias_start: int | None
-
-    @property
-    def spans(self) -> list[tuple[slice, int]]:
-        """For the scales and for the shifts: which entries of δ they are, and where they start in the flat vector."""
-        size = torch.Size(self.shape).numel()
-        starts = [start for start in (self.weight_start, self.bias_start) if start is not None]
-        return [(slice(index * size, (index + 1) * size), start) for index, start in enumerate(starts)]
-
-    @property
-    def width(self) -> int:
-        """How many parameters are selected."""
-        return sum(where.stop - where.start for where, _ in self.spans)
-
-    def probe(
-        self, module: nn.Module, inputs: Float[Tensor, "B ..."], output: Float[Tensor, "B ..."]
-    ) -> tuple[Float[Tensor, "B width"], Float[Tensor, "B ..."]]:
-        """δ, and a + δγ ∘ x̂ + δβ."""
-        if inputs.ndim <= len(self.shape):
-            return output, output  # a single sample without a batch dimension, which is refused later
-        zeros = output.new_zeros(len(inputs), self.width, requires_grad=True)
-        ones = (1,) * (inputs.ndim - 1 - len(self.shape))
-        trailing = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-        shape = (len(inputs), *ones, *self.shape) if trailing else (len(inputs), *self.shape, *ones)
-        shifts = [zeros[:, where].reshape(shape) for where, _ in self.spans]
-        if self.weight_start is not None:
-            output = output + shifts[0] * _normalised(module, inputs).to(output.dtype)
-        if self.bias_start is not None:
-            output = output + shifts[-1]
-        return zeros, output
-
-    def accepts(self, calls: Sequence[Call], size: int) -> bool:
-        """Whether it was called, and the first dimension of every input is the samples."""
-        return bool(calls) and all(
-            not call.inputs.is_nested and call.inputs.ndim > len(self.shape) and len(call.inputs) == size
-            for call in calls
-        )
-
-
-def norm_layer_in(selection: Selection, name: str) -> NormLayer | None:
-    """The norm layer of that name, by its parameters alone; None if none of them is selected."""
-    slices, shapes = selection.slices(), dict(zip(selection.names, selection.shapes, strict=True))
-    full_names = {kind: f"{name}.{kind}" if name else kind for kind in ("weight", "bias")}
-    starts = {kind: slices[full].start for kind, full in full_names.items() if full in slices}
-    if not starts:
-        return None
-    shape = next(shapes[full_names[kind]] for kind in starts)
-    return NormLayer(name, shape, starts.get("weight"), starts.get("bias"))
-
-
-def norm_layers(network: Network, selection: Selection) -> list[NormLayer]:
-    """Norm layers over batches, layers, groups and root mean squares, whose parameters are theirs alone."""
-    layers = []
-    for name, part, where in own_parameters(network, selection):
-        # A subclass with a forward of its own may do anything.
-        kinds = (kind for kind in (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm) if isinstance(part, kind))
-        kind = next(kinds, None)
-        parameter = part._parameters.get("weight")
-        if kind is not None and parameter is not None and type(part).forward is kind.forward:
-            layers.append(NormLayer(name, tuple(parameter.shape), where.get("weight"), where.get("bias")))
-    return layers
-
-
-def _normalised(module: nn.Module, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "B ..."]:
-    """x̂, as the module computes it in eval mode."""
-    if isinstance(module, nn.LayerNorm):
-        return F.layer_norm(inputs, module.normalized_shape, None, None, module.eps)
-    if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(inputs, module.normalized_shape, None, module.eps)
-    if isinstance(module, nn.GroupNorm):
-        return F.group_norm(inputs, module.num_groups, None, None, module.eps)
-    assert isinstance(module, _BatchNorm)
-    return F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)

@@ -1,8 +1,8 @@
 """Derivatives layer by layer, from one pass through the network and one backward pass for each logit.
 
 A linear layer or a convolution gives the inputs h_t and the derivatives V_t of its uses (`_derivative.layers`), a norm
-layer its Jacobian; every other parameter (embeddings, convolutions in groups, weights that are also used elsewhere)
-gives plain Jacobians, one sample at a time.
+layer or a convolution in groups its Jacobian (`_derivative.columns`); every other parameter (embeddings, weights that
+are also used elsewhere) gives plain Jacobians, one sample at a time.
 """
 
 from __future__ import annotations
@@ -16,23 +16,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._derivative.columns import GroupedConvolution, NormLayer, grouped_convolutions, norm_layers
 from errbar._derivative.full import each_by_itself, pulled_back_by_the_whole_model, require_deterministic, rounding_of
-from errbar._derivative.layers import (
-    NormLayer,
-    SharedLayer,
-    SharedTerm,
-    Spans,
-    gathered,
-    norm_layers,
-    scatter_,
-    shared_layers,
-)
+from errbar._derivative.layers import SharedLayer, SharedTerm, Spans, gathered, scatter_, shared_layers
 from errbar._derivative.trace import Seeds, Trace, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
 from errbar._model.network import Network
 from errbar._model.selection import Selection
 
 _PART_BYTES, _MOST_PART_BYTES = 2**27, 2**32
+# On a CPU, pieces of memory above this (glibc's largest mmap threshold) go back to the system each time, and come back
+# page by page: EfficientNet-Lite0 takes half as long again for a sample of sixteen as for one of four.
+_KEPT_PIECE_BYTES = 2**25
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +73,10 @@ class LayerwiseDerivative:
 class LayerwiseRoute:
     """Which layers are taken apart, which norms give Jacobians with them, and which parameters (`rest`) go alone.
 
-    `rest_spans` are the parameters of the norms and of the rest together, `rest_starts` where the latter begin in the
-    flat vector. `inner_size` and `outer_size` are the numbers that h_t and V_t of one sample and one logit have in all
-    layers, the latter with those of the widest derivative on the way back.
+    `grouped` are the convolutions in groups. `rest_spans` are the parameters of the norms, of these and of the rest
+    together, `rest_starts` where the last begin in the flat vector. `inner_size` and `outer_size` are the numbers that
+    h_t and V_t of one sample and one logit have in all layers, the latter with those of the widest derivative on the
+    way back, which `widest` has alone; 0 where that is not known.
     """
 
     n_parameters: int
@@ -92,13 +88,15 @@ class LayerwiseRoute:
     rest_spans: Spans
     inner_size: int
     outer_size: int
+    grouped: tuple[GroupedConvolution, ...] = ()
+    widest: int = 0
 
     @staticmethod
     def plan(network: Network, selection: Selection, batch: Batch) -> LayerwiseRoute:
         """Decide by what the layers are and by what they do with the first samples."""
         few = batch.rows(0, 2)
         require_deterministic(network, few)
-        trace, layers, norms = _taken_apart(network, selection, few)
+        trace, layers, columns = _taken_apart(network, selection, few)
         inner_size = outer_size = widest = 0
         for layer in layers:
             for call in trace.calls[layer.name]:
@@ -106,10 +104,13 @@ class LayerwiseRoute:
                 inner_size += numbers // layer.outputs * layer.width
                 if not trace.returns_logits(layer.name):
                     outer_size, widest = outer_size + numbers, max(widest, numbers)
-        for norm in norms:
-            widest = max(widest, *(call.output[0].numel() for call in trace.calls[norm.name]))
+        for part in columns:
+            widest = max(widest, *(call.output[0].numel() for call in trace.calls[part.name]))
         outer_size += widest
-        return LayerwiseRoute.of(selection, trace.logits.shape[1], layers, norms, inner_size, outer_size)
+        norms = tuple(part for part in columns if isinstance(part, NormLayer))
+        grouped = tuple(part for part in columns if isinstance(part, GroupedConvolution))
+        classes = trace.logits.shape[1]
+        return LayerwiseRoute.of(selection, classes, layers, norms, grouped, (inner_size, outer_size, widest))
 
     @staticmethod
     def of(
@@ -117,16 +118,18 @@ class LayerwiseRoute:
         n_classes: int,
         layers: tuple[SharedLayer, ...],
         norms: tuple[NormLayer, ...] = (),
-        inner_size: int = 0,
-        outer_size: int = 0,
+        grouped: tuple[GroupedConvolution, ...] = (),
+        sizes: tuple[int, int, int] = (0, 0, 0),
     ) -> LayerwiseRoute:
-        """By the layers that are taken apart and the norms; all other parameters take plain Jacobians."""
+        """By the layers that are taken apart, and `inner_size`, `outer_size` and `widest`; all other parameters take
+        plain Jacobians."""
         starts = {name: where.start for name, where in selection.slices().items()}
         layer_starts = {start for layer in layers for start in (layer.weight_start, layer.bias_start)}
-        norm_starts = {start for norm in norms for _, start in norm.spans}
+        with_columns: tuple[NormLayer | GroupedConvolution, ...] = (*norms, *grouped)
+        column_starts = {start for part in with_columns for _, start in part.spans}
         every = zip(selection.names, selection.shapes, strict=True)
         shapes = {name: shape for name, shape in every if starts[name] not in layer_starts}
-        rest = {name: shape for name, shape in shapes.items() if starts[name] not in norm_starts}
+        rest = {name: shape for name, shape in shapes.items() if starts[name] not in column_starts}
         return LayerwiseRoute(
             selection.n_parameters,
             n_classes,
@@ -135,9 +138,15 @@ class LayerwiseRoute:
             Selection(tuple(rest), tuple(rest.values())),
             tuple(starts[name] for name in rest),
             Spans.of(selection, shapes),
-            inner_size,
-            outer_size,
+            *sizes[:2],
+            grouped,
+            sizes[2],
         )
+
+    @property
+    def columns(self) -> tuple[NormLayer | GroupedConvolution, ...]:
+        """What gives the Jacobian of each sample with the backward pass of the layers, as columns."""
+        return (*self.norms, *self.grouped)
 
     def samples_at_a_time(self, device: torch.device, count: int | None = None) -> int:
         """For how many samples the derivatives, of `count` seeds or of all classes, stay within so many bytes."""
@@ -145,7 +154,7 @@ class LayerwiseRoute:
         numbers = self.inner_size + seeds * (self.outer_size + len(self.rest_spans))
         if self.layers and not self.inner_size:
             numbers = seeds * self.n_parameters  # unknown after loading from a file
-        return _rows(numbers, device)
+        return self._rows(numbers, device)
 
     def chunks(self, batch: Batch, device: torch.device, count: int | None = None) -> Iterator[Batch]:
         """The batch in parts of `samples_at_a_time`."""
@@ -179,18 +188,21 @@ class LayerwiseRoute:
         # The patches of one layer are made at a time.
         inner = self.inner_size // max(1, len(self.layers))
         numbers = inner + 2 * self.outer_size + (count or self.n_classes) * len(self.rest_spans)
-        for part in batch.parts(_rows(numbers, network.device)):
-            yield part, self._trace(network, part)
+        for part in batch.parts(self._rows(numbers, network.device)):
+            yield part, self.trace(network, part, alone=count == 1)
 
     def seeds_at_a_time(self, size: int, device: torch.device) -> int:
         """For how many seeds the derivatives of `size` samples stay within the same number of bytes."""
         return min(self.n_classes, max(1, part_bytes(device.type) // (8 * max(1, size * self.outer_size))))
 
     def differentiate(
-        self, network: Network, batch: Batch, seeds: Seeds | None = None
+        self, network: Network, batch: Batch, seeds: Seeds | None = None, trace: Trace | None = None
     ) -> tuple[Float[Tensor, "B M"], LayerwiseDerivative]:
-        """The logits of a prepared batch and their derivative, both in the network's own dtype."""
-        trace = self._trace(network, batch)
+        """The logits of a prepared batch and their derivative, both in the network's own dtype.
+
+        From a `trace` of that batch if there is one already.
+        """
+        trace = self.trace(network, batch, alone=seeds is not None and seeds.count == 1) if trace is None else trace
         logits = trace.logits.detach()
         names = self.differentiated(trace)
         combined = None if seeds is None else seeds(batch, logits).to(logits.dtype)
@@ -198,7 +210,7 @@ class LayerwiseRoute:
         # Of a layer that returns the logits, V is the identity, or the seeds.
         at_logits = None if combined is None else [combined]
         terms = [layer.term(trace.calls[layer.name], derivatives.get(layer.name, at_logits)) for layer in self.layers]
-        columns = [(where, part.transpose(0, 1)) for where, part in self.of_norms(derivatives)]
+        columns = [(where, part.transpose(0, 1)) for where, part in self.of_columns(derivatives)]
         columns += self.of_rest(network, batch, combined)
         # Under autocast the logits may have a smaller dtype than derivatives.
         dtype = reduce(torch.promote_types, (part.dtype for _, part in columns), logits.dtype)
@@ -209,21 +221,22 @@ class LayerwiseRoute:
         return logits, LayerwiseDerivative(self.n_parameters, tuple(terms), self.rest_spans, explicit)
 
     def differentiated(self, trace: Trace) -> list[str]:
-        """The layers and norms that take a backward pass."""
+        """The names of all that takes a backward pass."""
         between = [layer.name for layer in self.layers if not trace.returns_logits(layer.name)]
-        return between + [norm.name for norm in self.norms]
+        return between + [part.name for part in self.columns]
 
-    def of_norms(self, derivatives: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[slice, Float[Tensor, "k B c"]]]:
-        """The derivatives by the norms, from `Trace.derivatives`, and where among `rest_spans` they go."""
-        for norm in self.norms:
-            columns = torch.stack(tuple(derivatives[norm.name])).sum(0)
-            for where, start in norm.spans:
+    def of_columns(self, derivatives: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[slice, Float[Tensor, "k B c"]]]:
+        """The derivatives by norms and convolutions in groups, from `Trace.derivatives`, and where among `rest_spans`
+        they go."""
+        for part in self.columns:
+            columns = torch.stack(tuple(derivatives[part.name])).sum(0)
+            for where, start in part.spans:
                 yield self._where(start, where.stop - where.start), columns[..., where]
 
     def of_rest(
         self, network: Network, batch: Batch, seeds: Float[Tensor, "k B M"] | None = None
     ) -> Iterator[tuple[slice, Float[Tensor, "B k c"]]]:
-        """Jacobians by the parameters that neither a layer nor a norm holds, and where among `rest_spans` they go."""
+        """Jacobians by the parameters that nothing else holds, and where among `rest_spans` they go."""
         if self.rest.names:
             columns = each_by_itself(network, self.rest, batch, seeds)
             for name, start in zip(self.rest.names, self.rest_starts, strict=True):
@@ -234,18 +247,19 @@ class LayerwiseRoute:
         first = self.rest_spans.index(start)
         return slice(first, first + size)
 
-    def _trace(self, network: Network, batch: Batch) -> Trace:
-        trace = _traced(network, batch, self.layers, self.norms)
-        every: tuple[SharedLayer | NormLayer, ...] = (*self.layers, *self.norms)
-        for layer in every:
-            if not layer.accepts(trace.calls[layer.name], len(batch)):
-                raise UnlikeFirstBatchError.of(layer.name)
-        return trace
+    def trace(self, network: Network, batch: Batch, *, alone: bool = False) -> Trace:
+        """One pass of a prepared batch; `alone` for the derivative of one combination of the logits."""
+        return traced(network, batch, self.layers, self.columns, alone=alone)
+
+    def _rows(self, numbers: int, device: torch.device) -> int:
+        """How many samples of so many `numbers` each fit into the fixed number of bytes."""
+        return rows_at_a_time(numbers, self.widest, device.type)
 
 
-def _rows(numbers: int, device: torch.device) -> int:
-    """How many samples of so many `numbers` each fit into the fixed number of bytes."""
-    return max(1, part_bytes(device.type) // (8 * max(1, numbers)))
+def rows_at_a_time(numbers: int, widest: int, kind: str) -> int:
+    """How many samples of so many `numbers` each, of which the widest output of a layer has `widest`, are traced."""
+    most = max(1, part_bytes(kind) // (8 * max(1, numbers)))
+    return most if kind == "cuda" or not widest else max(1, min(most, _KEPT_PIECE_BYTES // (4 * widest)))
 
 
 def part_bytes(kind: str) -> int:
@@ -258,26 +272,53 @@ def part_bytes(kind: str) -> int:
     return _PART_BYTES
 
 
-def _traced(network: Network, batch: Batch, layers: Sequence[SharedLayer], norms: Sequence[NormLayer]) -> Trace:
-    return record(network, [layer.name for layer in layers], batch, {norm.name: norm.probe for norm in norms})
+def traced(
+    network: Network,
+    batch: Batch,
+    layers: Sequence[SharedLayer],
+    columns: Sequence[NormLayer | GroupedConvolution],
+    *,
+    alone: bool,
+) -> Trace:
+    """One pass in which these are called as they were by the first batch; else `UnlikeFirstBatchError`."""
+    trace = _recorded(network, batch, layers, columns, alone=alone)
+    every: tuple[SharedLayer | NormLayer | GroupedConvolution, ...] = (*layers, *columns)
+    for layer in every:
+        if not layer.accepts(trace.calls[layer.name], len(batch)):
+            raise UnlikeFirstBatchError.of(layer.name)
+    return trace
+
+
+def _recorded(
+    network: Network,
+    batch: Batch,
+    layers: Sequence[SharedLayer],
+    columns: Sequence[NormLayer | GroupedConvolution],
+    *,
+    alone: bool,
+) -> Trace:
+    probes = {part.name: part.probe_alone if alone else part.probe for part in columns}
+    return record(network, [layer.name for layer in layers], batch, probes)
 
 
 def _taken_apart(
     network: Network, selection: Selection, batch: Batch
-) -> tuple[Trace, tuple[SharedLayer, ...], tuple[NormLayer, ...]]:
-    """The layers and norms for which vector-Jacobian products are what differentiating the whole model gives.
+) -> tuple[Trace, tuple[SharedLayer, ...], tuple[NormLayer | GroupedConvolution, ...]]:
+    """What gives vector-Jacobian products that are those of differentiating the whole model.
 
     A layer that drops out changes how the others are traced, so they are checked again without it.
     """
-    layers, norms = tuple(shared_layers(network, selection)), tuple(norm_layers(network, selection))
+    layers = tuple(shared_layers(network, selection))
+    columns: tuple[NormLayer | GroupedConvolution, ...]
+    columns = (*norm_layers(network, selection), *grouped_convolutions(network, selection))
     truth = pulled_back_by_the_whole_model(network, selection, batch)
     while True:
-        trace = _traced(network, batch, layers, norms)
-        agreement = _Agreement.of(trace, (*layers, *norms), *truth)
-        remainder = tuple(filter(agreement.of_layer, layers)), tuple(filter(agreement.of_norm, norms))
-        if remainder == (layers, norms):
-            return trace, layers, norms
-        layers, norms = remainder
+        trace = _recorded(network, batch, layers, columns, alone=False)
+        agreement = _Agreement.of(trace, (*layers, *columns), *truth)
+        remainder = tuple(filter(agreement.of_layer, layers)), tuple(filter(agreement.of_columns, columns))
+        if remainder == (layers, columns):
+            return trace, layers, columns
+        layers, columns = remainder
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,7 +337,7 @@ class _Agreement:
     @staticmethod
     def of(
         trace: Trace,
-        candidates: Sequence[SharedLayer | NormLayer],
+        candidates: Sequence[SharedLayer | NormLayer | GroupedConvolution],
         vectors: Float[Tensor, "B M"],
         truth: Float[Tensor, "n"],
         tolerance: float,
@@ -323,11 +364,11 @@ class _Agreement:
         jacobian = layer.term(self.trace.calls[layer.name], outer).to(torch.float64).jacobian()
         return self._agrees(jacobian.diagonal().sum(-1), gathered(layer, self.truth))
 
-    def of_norm(self, norm: NormLayer) -> bool:
-        if norm.name not in self.derivatives:
+    def of_columns(self, part: NormLayer | GroupedConvolution) -> bool:
+        if part.name not in self.derivatives:
             return False
-        jacobian = torch.stack(self.derivatives[norm.name]).sum(0)
-        truth = torch.cat([self.truth[start : start + w.stop - w.start] for w, start in norm.spans])
+        jacobian = torch.stack(self.derivatives[part.name]).sum(0)
+        truth = torch.cat([self.truth[start : start + w.stop - w.start] for w, start in part.spans])
         return self._agrees(jacobian.diagonal().sum(-1), truth)
 
     def _agrees(self, gradient: Tensor, truth: Float[Tensor, "..."]) -> bool:

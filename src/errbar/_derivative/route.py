@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._derivative.columns import grouped_convolutions, norm_layers
 from errbar._derivative.full import each_by_itself, pulled_back_by_the_whole_model, require_deterministic
-from errbar._derivative.layers import LinearLayer, LinearTerm, linear_layers, norm_layers, shared_layers
+from errbar._derivative.layers import LinearLayer, LinearTerm, linear_layers, shared_layers
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.trace import Seeds, UnlikeFirstBatchError, class_seeds, record
 from errbar._model.batch import Batch
@@ -111,9 +112,10 @@ class Route:
         if self.by_layer is None:
             missing = [layer.name for layer in self.layers if layer not in linear_layers(network, selection)]
         else:
-            shared, norms = shared_layers(network, selection), norm_layers(network, selection)
+            shared = shared_layers(network, selection)
+            columns = [*norm_layers(network, selection), *grouped_convolutions(network, selection)]
             missing = [layer.name for layer in self.by_layer.layers if layer not in shared]
-            missing += [norm.name for norm in self.by_layer.norms if norm not in norms]
+            missing += [part.name for part in self.by_layer.columns if part not in columns]
         if missing:
             names = listed([name or "(the model itself)" for name in missing])
             raise MismatchError(

@@ -6,16 +6,18 @@ The layers in between may be anything that treats samples independently.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from errbar._derivative.layers import Call
+from errbar._derivative.layers import Call, Variable
 from errbar._model.batch import Batch
+from errbar._model.convolutions import ConvolutionInputs, has_own_forward
 from errbar._model.network import Network
 from errbar.errors import ModelError
 
@@ -36,8 +38,8 @@ class Trace:
 
     def derivatives(self, names: Sequence[str], seeds: Float[Tensor, "k B M"]) -> dict[str, list[Tensor]]:
         """∂(Σ_m s_m g_m)/∂a for each call of the layers `names`, a what is differentiated by: (k, …), … as a has it."""
-        outputs = [call.variable for name in names for call in self.calls[name]]
-        gradients = iter(_derivatives(self.logits, outputs, seeds))
+        calls = [call for name in names for call in self.calls[name]]
+        gradients = iter(_derivatives(self.logits, calls, seeds))
         return {name: [next(gradients) for _ in self.calls[name]] for name in names}
 
 
@@ -83,17 +85,23 @@ def class_seeds(logits: Float[Tensor, "B M"]) -> Float[Tensor, "M B M"]:
 
 
 # From a module, its input and its output: the variable to differentiate by, and what to pass on as the output.
-Interception = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+Interception = Callable[[nn.Module, Tensor, Tensor], tuple[Variable, Tensor]]
 
 
-def _by_output(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The rest of the network gets a copy, because an activation may overwrite its input."""
+def _by_output(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Variable, Tensor]:
+    """An activation may overwrite its input: the place in the graph stays; a leaf and views need a copy for that."""
+    if output.grad_fn is not None and not output._is_view():
+        return get_gradient_edge(output), output
     output = output if output.requires_grad else output.detach().requires_grad_()
     return output, output.clone()
 
 
-def _not_at_all(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+def _not_at_all(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Variable, Tensor]:
     return output, output
+
+
+# A call of a module that does something else than what it derives from.
+_UNKNOWN = Call(torch.empty(0), torch.empty(0), torch.empty(0), 0)
 
 
 def record(
@@ -103,16 +111,25 @@ def record(
     replica = network.replica()
     interceptions: dict[str, Interception] = {**dict.fromkeys(names, _by_output), **(probes or {})}
     calls: dict[str, list[Call]] = {name: [] for name in interceptions}
+    modules = dict(replica.named_modules())
+    own_ways = {name for name in interceptions if has_own_forward(modules[name])}
+    convolutions = ConvolutionInputs()
 
     def note(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             inputs = args[0] if args else next(iter(kwargs.values()))
+            if name in own_ways:
+                inputs = convolutions.taken(module, output)
+                if inputs is None:
+                    calls[name].append(_UNKNOWN)
+                    return None
             # The graph starts at the first selected layer: what comes before it is not differentiated.
             torch.set_grad_enabled(True)
             # Nested tensors, which transformers make of padded sequences, do not run over the samples: see `accepts`.
             interception = _not_at_all if inputs.is_nested or output.is_nested else interceptions[name]
-            variable, next_output = interception(module, inputs.detach(), output)
-            calls[name].append(Call(inputs.detach(), variable, next_output, next_output._version))
+            inputs = inputs.detach()
+            variable, next_output = interception(module, inputs, output)
+            calls[name].append(Call(inputs, variable, next_output, next_output._version))
             return next_output
 
         return hook
@@ -123,7 +140,7 @@ def record(
         for name in interceptions
     ]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), convolutions if own_ways else nullcontext():
             logits = network.logits(batch)
     finally:
         for handle in handles:
@@ -142,33 +159,36 @@ def quiet_vmap() -> Iterator[None]:
         switch(True)
 
 
-def _derivatives(logits: Float[Tensor, "B M"], outputs: list[Tensor], seeds: Float[Tensor, "k B M"]) -> list[Tensor]:
-    """One vector-Jacobian product of the whole batch for each seed: (k, …) for each layer output."""
-    if not outputs:
+def _derivatives(logits: Float[Tensor, "B M"], calls: Sequence[Call], seeds: Float[Tensor, "k B M"]) -> list[Tensor]:
+    """One vector-Jacobian product of the whole batch for each seed: (k, …) for each variable."""
+    if not calls:
         return []
     if not logits.requires_grad:
-        return [a.detach().new_zeros(len(seeds), *a.shape) for a in outputs]
-    gradients: tuple[Tensor | None, ...]
+        return _zero_where_unused(calls, [None] * len(calls), len(seeds))
+    variables: Any = [call.variable for call in calls]
+    gradients: Sequence[Tensor | None]
     if len(seeds) == 1:
         # The kernels for a mapped dimension take twice as long, the more so where convolutions have groups.
-        alone = torch.autograd.grad(logits, outputs, seeds[0], allow_unused=True, retain_graph=True)
+        alone = torch.autograd.grad(logits, variables, seeds[0], allow_unused=True, retain_graph=True)
         gradients = tuple(None if gradient is None else gradient[None] for gradient in alone)
-        return _zero_where_unused(outputs, gradients, 1)
+        return _zero_where_unused(calls, gradients, 1)
     try:
         with quiet_vmap():
             gradients = torch.autograd.grad(
-                logits, outputs, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
+                logits, variables, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
             )
     except RuntimeError:
         # An operation without a batching rule: one seed after the other.
-        rows = [torch.autograd.grad(logits, outputs, seed, allow_unused=True, retain_graph=True) for seed in seeds]
+        rows = [torch.autograd.grad(logits, variables, seed, allow_unused=True, retain_graph=True) for seed in seeds]
         columns = zip(*rows, strict=True)
         gradients = tuple(None if column[0] is None else torch.stack(column) for column in columns)
-    return _zero_where_unused(outputs, gradients, len(seeds))
+    return _zero_where_unused(calls, gradients, len(seeds))
 
 
-def _zero_where_unused(outputs: list[Tensor], gradients: Sequence[Tensor | None], count: int) -> list[Tensor]:
-    return [
-        a.detach().new_zeros(count, *a.shape) if gradient is None else gradient
-        for a, gradient in zip(outputs, gradients, strict=True)
-    ]
+def _zero_where_unused(calls: Sequence[Call], gradients: Sequence[Tensor | None], count: int) -> list[Tensor]:
+    def zeros(call: Call) -> Tensor:
+        # A place in the graph is that of the output.
+        like = call.variable if isinstance(call.variable, Tensor) else call.output
+        return like.detach().new_zeros(count, *like.shape)
+
+    return [zeros(call) if gradient is None else gradient for call, gradient in zip(calls, gradients, strict=True)]

@@ -22,7 +22,8 @@ from errbar._curvature.registry import require_structure, structure_called, stru
 from errbar._curvature.scores import ScoreDraws
 from errbar._curvature.structure import Description, Tensors
 from errbar._curvature.task import AbsentNetwork, Task, UnknownFunction
-from errbar._derivative.layers import LinearLayer, Patches, SharedLayer, norm_layer_in
+from errbar._derivative.columns import GroupedConvolution, norm_layer_in
+from errbar._derivative.layers import LinearLayer, Patches, SharedLayer
 from errbar._derivative.layerwise import LayerwiseRoute
 from errbar._derivative.route import Route
 from errbar._model.batch import FORMS, Form
@@ -36,10 +37,12 @@ from errbar.errors import ArgumentError, DamagedFileError
 _NO_LAYERS: Description = {
     "layers": [],
     "norms": [],
+    "grouped": [],
     "factored": False,
     "identity": False,
     "inner_size": 0,
     "outer_size": 0,
+    "widest": 0,
 }
 
 
@@ -54,8 +57,10 @@ def route_description(route: Route | None) -> Description:
     return _NO_LAYERS | {
         "layers": [asdict(layer) for layer in by_layer.layers],
         "norms": [norm.name for norm in by_layer.norms],
+        "grouped": [asdict(layer) for layer in by_layer.grouped],
         "inner_size": by_layer.inner_size,
         "outer_size": by_layer.outer_size,
+        "widest": by_layer.widest,
     }
 
 
@@ -211,11 +216,14 @@ def _read_route(fields: Fields, selection: Selection, structure: str, n_classes:
         raise DamagedFileError(f"{fields.where} describes layers that do not fit its parameters and classes.")
     if factored:
         return Route(layers, identity)
-    sizes = fields.whole("inner_size"), fields.whole("outer_size")
+    # Older files name no convolutions in groups, and say nothing of the widest output.
+    grouped = _read_grouped(fields.parts("grouped"), selection) if "grouped" in fields else ()
+    widest = fields.whole("widest") if "widest" in fields else 0
+    sizes = fields.whole("inner_size"), fields.whole("outer_size"), widest
     if structure == "lowrank":
         return None
     shared = tuple(layer for layer in layers if isinstance(layer, SharedLayer))
-    return Route((), by_layer=LayerwiseRoute.of(selection, n_classes, shared, norms, *sizes))
+    return Route((), by_layer=LayerwiseRoute.of(selection, n_classes, shared, norms, grouped, sizes))
 
 
 def _read_layers(fields: Sequence[Fields], selection: Selection, *, shared: bool) -> tuple[LinearLayer, ...]:
@@ -238,6 +246,23 @@ def _read_layers(fields: Sequence[Fields], selection: Selection, *, shared: bool
         ):
             raise DamagedFileError(
                 f"{part.where} describes layer {name[:60]!a}, whose size does not match its parameters."
+            )
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _read_grouped(fields: Sequence[Fields], selection: Selection) -> tuple[GroupedConvolution, ...]:
+    """Convolutions in groups, whose parameters are among the selected ones."""
+    sizes = {where.start: where.stop - where.start for where in selection.slices().values()}
+    layers = []
+    for part in fields:
+        weight, bias = (part.whole(kind) if kind in part else None for kind in ("weight_start", "bias_start"))
+        outputs, inputs, groups = (part.whole(name, 1) for name in ("outputs", "inputs", "groups"))
+        patches = _read_patches(part.part("patches"))
+        layer = GroupedConvolution(part.text("name"), outputs, inputs, groups, weight, bias, patches)
+        if not layer.spans or any(sizes.pop(start, None) != where.stop - where.start for where, start in layer.spans):
+            raise DamagedFileError(
+                f"{part.where} describes layer {layer.name[:60]!a}, whose size does not match its parameters."
             )
         layers.append(layer)
     return tuple(layers)

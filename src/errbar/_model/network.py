@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from errbar._base.checks import Checks, whole_number
 from errbar._base.speed import timed
 from errbar._model.batch import Batch, Kept
+from errbar._model.convolutions import ConvolutionInputs, has_own_forward
 from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ArgumentError, DataError, ErrbarError, ModelError, WeightsChangedError
 
@@ -305,10 +306,14 @@ class Network:
         events: list[Event] = []
         # Weakly, so that no more is held than the pass itself holds.
         last: dict[str, weakref.ref[Tensor]] = {}
+        own_ways = {name for name, part in replica.named_modules() if has_own_forward(part)}
+        convolutions, unlike = ConvolutionInputs(), set()
 
         def note(name: str) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 is_tensor = isinstance(output, Tensor)
+                if name in own_ways and convolutions.taken(module, output) is None:
+                    unlike.add(name)
                 events.append(Event(name, output.numel() // size if is_tensor else 0, time.perf_counter() - start))
                 if is_tensor:
                     last[name] = weakref.ref(output)
@@ -319,10 +324,11 @@ class Network:
             part.register_forward_hook(note(name))
         with _refused({id(part) for part in self.module.modules()}):
             start = time.perf_counter()
-            result, seconds = timed(lambda: run(replica, batch), self.device)
+            with convolutions if own_ways else nullcontext():
+                result, seconds = timed(lambda: run(replica, batch), self.device)
         logits = self.as_logits(result, size)
         returning = frozenset(name for name, output in last.items() if output() is logits)
-        return Observation(logits, tuple(events), returning, seconds)
+        return Observation(logits, tuple(events), returning, seconds, frozenset(unlike))
 
 
 @dataclass(frozen=True)
@@ -336,12 +342,14 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The record of one pass; `returning` names the modules that last returned the logits themselves."""
+    """The record of one pass; `returning` names the modules that last returned the logits themselves, `unlike` the
+    convolutions with a forward of their own that do something else than a convolution."""
 
     logits: Float[Tensor, "B M"]
     events: tuple[Event, ...]
     returning: frozenset[str]
     seconds: float
+    unlike: frozenset[str] = frozenset()
 
     @property
     def order(self) -> list[str]:

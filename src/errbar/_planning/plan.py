@@ -260,7 +260,10 @@ class _Request:
             draws=self.samples,
             scores=self.scores,
         )
-        share, alone = layout.tail_share(question.selection), tuple(layout.alone(question.selection).matrices())
+        share, alone = (
+            layout.tail_share(question.selection),
+            tuple(layout.without_factors(question.selection).matrices()),
+        )
         options: list[Option] = []
         for name in self._names(work, layout):
             cost = planned_cost(structure_called(name), work)
