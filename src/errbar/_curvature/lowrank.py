@@ -313,7 +313,7 @@ class LowRankFactor(Refactorised):
         covariances = []
         for start in range(0, size, step):
             part = batch.rows(start, min(start + step, size))
-            if jacobian_bytes > JACOBIAN_BYTES:
+            if jacobian_bytes > JACOBIAN_BYTES and not network.keeps_graph:
                 covariances.append(self._class_by_class(network, selection, part)[None])
             else:
                 vectors = identity.expand(len(part), classes, classes)

@@ -191,7 +191,7 @@ class LayerwiseRoute:
     ) -> tuple[Float[Tensor, "B M"], LayerwiseDerivative]:
         """The logits of a prepared batch and their derivative, both in the network's own dtype."""
         trace = self._trace(network, batch)
-        logits = trace.logits.detach()
+        logits = trace.values
         names = self.differentiated(trace)
         combined = None if seeds is None else seeds(batch, logits).to(logits.dtype)
         derivatives = trace.derivatives(names, class_seeds(logits) if combined is None else combined) if names else {}

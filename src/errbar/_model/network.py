@@ -150,6 +150,8 @@ class Network:
 
     # False for a network that was read from a file without its model.
     has_model = True
+    # Whether results keep the graph that leads to the inputs (`_model.fixed`).
+    keeps_graph = False
 
     def __init__(self, model: nn.Module, output: Output = None, *, marked: bool = True) -> None:
         """With `marked` the weights are known again by their fingerprint, which takes a pass over all of them."""
@@ -240,7 +242,8 @@ class Network:
 
         def move(tensor: Tensor) -> Tensor:
             dtype = self.input_dtype if tensor.is_floating_point() else None
-            copy_on_device = tensor.detach().to(device=self.device, dtype=dtype)
+            given = tensor if self.keeps_graph else tensor.detach()
+            copy_on_device = given.to(device=self.device, dtype=dtype)
             return copy_on_device.clone() if copy_on_device.is_inference() else copy_on_device
 
         prepared_batch = batch.map(move)
