@@ -41,6 +41,7 @@ PUBLIC = {
     "Track",
     # functions
     "abstention",
+    "acquire",
     "autofit",
     "calibrate",
     "calibrate_fusion",
