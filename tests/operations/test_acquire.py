@@ -1,4 +1,4 @@
-"""`errbar.acquire`: against a search that refits the covariance after every choice, and what may not change a choice."""
+"""`errbar.acquire`: against a search that refits the covariance after every choice, and what may not change it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the label of an input would tell about the parameters, given those of inputs that were chosen before.
 
-A label of x adds the information U Uᵀ with U = Jᵀ R, Λ = R Rᵀ, whatever the label turns out to be. So the entropy of the
-parameters falls by ½ ln det(I + UᵀP_S U), and the recursion of eq:recUpdate_all takes P_S to that of S and x together:
+A label of x adds the information U Uᵀ with U = Jᵀ R, Λ = R Rᵀ, whatever the label turns out to be. So the entropy of
+the parameters falls by ½ ln det(I + UᵀP_S U), and the recursion of eq:recUpdate_all takes P_S to that of S and x:
 
     P_S = P − Σ_s W_sᵀ W_s,   W_s = lower⁻¹ UᵀP_S,   lower lowerᵀ = I + UᵀP_S U.
 

@@ -1,9 +1,9 @@
 """`errbar reproduce acquire-mnist`: accuracy against the number of labels, by each rule of `errbar.acquire`.
 
 Each run draws a pool from the training data and a few labels to begin with, the same for all rules. In each round a
-network is trained on the labels so far, from scratch and with the seed of the run; a posterior of its last layer chooses
-the inputs to label next; and the accuracy on the test data is noted. There are no held-out labels, so the posterior is
-not calibrated, and its prior is not chosen.
+network is trained on the labels so far, from scratch and with the seed of the run; a posterior of its last layer
+chooses the inputs to label next; and the accuracy on the test data is noted. There are no held-out labels, so the
+posterior is not calibrated, and its prior is not chosen.
 """
 
 from __future__ import annotations
