@@ -58,7 +58,7 @@ class Campaign:
 
 
 CAMPAIGNS = {
-    "mnist": Campaign(pool=5000, first=20, each=20, rounds=20, steps=200, small=True),
+    "mnist": Campaign(pool=3000, first=20, each=20, rounds=20, steps=150, small=True),
     "cifar10": Campaign(pool=5000, first=100, each=100, rounds=20, steps=1000),
     "digits": Campaign(pool=900, first=10, each=10, rounds=20, steps=200),
 }
