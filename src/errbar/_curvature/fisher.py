@@ -117,6 +117,33 @@ class LogitWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class WeightedSamples:
+    """w_n Λ_n: what samples tell that count for w_n of one."""
+
+    plain: Weights
+    factors: Float[Tensor, "B"]
+
+    def matrix(self) -> Float[Tensor, "B c c"]:
+        return self.plain.matrix() * self.factors[:, None, None]
+
+    def diagonal(self) -> Float[Tensor, "B c"]:
+        return self.plain.diagonal() * self.factors[:, None]
+
+    def rooted(self, values: Float[Tensor, "B c *k"]) -> Float[Tensor, "B c *k"]:
+        rooted = self.plain.rooted(values)
+        return rooted * self.factors.sqrt().to(rooted.dtype).reshape(-1, *[1] * (rooted.ndim - 1))
+
+    def squares(self, jacobian: Float[Tensor, "B c k"]) -> Float[Tensor, "B k"]:
+        squares = self.plain.squares(jacobian)
+        return squares * self.factors[:, None].to(squares.dtype)
+
+
+def weighted(weights: Weights, factors: Float[Tensor, "B"] | None) -> Weights:
+    """Λ_n, times w_n where samples have weights."""
+    return weights if factors is None else WeightedSamples(weights, factors)
+
+
+@dataclass(frozen=True, eq=False)
 class ScoreWeights:
     """The identity: the quantities are k drawn scores of each sample, divided by √k."""
 

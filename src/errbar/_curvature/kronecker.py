@@ -26,7 +26,7 @@ from errbar._base.container import Contents
 from errbar._base.triangles import read_symmetric, symmetric_array
 from errbar._curvature.diagonal import DiagonalSum, safe_precision
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
-from errbar._curvature.fisher import Fisher, fisher_diagonal
+from errbar._curvature.fisher import Fisher, fisher_diagonal, weighted
 from errbar._curvature.structure import Accumulator, Description, Factor, Rows, Structure, Sum, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
@@ -252,7 +252,7 @@ class KroneckerAccumulator:
 
         self.inner = {layer.name: zeros(layer.width, layer.width) for layer in route.layers}
         self.outer = {layer.name: zeros(layer.outputs, layer.outputs) for layer in route.layers}
-        self.count = dict.fromkeys(self.inner, 0)
+        self.count: dict[str, float] = dict.fromkeys(self.inner, 0)
         self.rest = zeros(len(route.rest_spans))
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
@@ -269,17 +269,24 @@ class KroneckerAccumulator:
     def _add(self, batch: Batch, trace: Trace) -> None:
         logits = trace.logits.detach()
         scores = None if self.task.scores is None else self.task.scores(batch, logits)
+        samples = batch.weights
+        if scores is not None and samples is not None:
+            # √w s, so that the sum of their outer products has the weights.
+            scores = scores * samples.sqrt()[:, None]
         for layer in self.route.layers:
             for call in trace.calls[layer.name]:
                 uses = layer.inner_columns(call.inputs).to(self.dtype)
-                self.count[layer.name] += uses.shape[1]
+                each = uses.shape[1] // len(logits)
+                if samples is not None:
+                    uses = uses * samples.sqrt().to(uses.dtype).repeat_interleave(each)
+                self.count[layer.name] += uses.shape[1] if samples is None else each * float(samples.sum())
                 linalg.add_lower_square_(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
-                self.outer[layer.name] += _summed_fisher(logits, self.task.fisher, self.dtype, scores)
+                self.outer[layer.name] += _summed_fisher(logits, self.task.fisher, self.dtype, scores, samples)
         names = self.route.differentiated(trace)
         if names:
-            self._add_derivatives(names, trace, logits, scores)
-        weights = self.task.weights(logits)
+            self._add_derivatives(names, trace, logits, scores, samples)
+        weights = weighted(self.task.weights(logits), samples if scores is None else None)
         for where, jacobian in self.route.of_rest(self.network, batch, scores):
             self.rest[where] += weights.squares(jacobian.to(self.dtype)).sum(0, dtype=torch.float64)
 
@@ -289,6 +296,7 @@ class KroneckerAccumulator:
         trace: Trace,
         logits: Float[Tensor, "B M"],
         scores: Float[Tensor, "k B M"] | None,
+        samples: Float[Tensor, "B"] | None,
     ) -> None:
         """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V.
 
@@ -299,6 +307,8 @@ class KroneckerAccumulator:
         for first in range(0, count, step):
             last = min(first + step, count)
             columns = _root_columns(logits, self.task.fisher, first, last) if scores is None else scores[first:last]
+            if scores is None and samples is not None:
+                columns = columns * samples.sqrt()[:, None]
             derivatives = trace.derivatives(names, columns.to(logits.dtype))
             for layer in self.route.layers:
                 for derivative in derivatives.get(layer.name, ()):
@@ -321,19 +331,24 @@ class KroneckerAccumulator:
 
 
 def _summed_fisher(
-    logits: Float[Tensor, "B M"], fisher: Fisher, dtype: torch.dtype, scores: Float[Tensor, "k B M"] | None
+    logits: Float[Tensor, "B M"],
+    fisher: Fisher,
+    dtype: torch.dtype,
+    scores: Float[Tensor, "k B M"] | None,
+    samples: Float[Tensor, "B"] | None,
 ) -> Float[Tensor, "M M"]:
-    """Σ_n Λ_n without making one Λ_n: −Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it.
+    """Σ_n w_n Λ_n without making one Λ_n: −Σ w f fᵀ beside the diagonal and Σ w η, in which nothing cancels, on it.
 
-    Of drawn scores s, Σ s sᵀ.
+    Of drawn scores s, which have their weights already, Σ s sᵀ.
     """
     if scores is not None:
         rows = scores.to(dtype).flatten(0, 1)
         return (rows.T @ rows).double()
-    diagonal = fisher_diagonal(logits).sum(0)
+    own = logits.new_ones(len(logits), 1, dtype=torch.float64) if samples is None else samples[:, None]
+    diagonal = (fisher_diagonal(logits) * own).sum(0)
     if fisher == "eta":
         return torch.diag(diagonal)
-    probability = torch.softmax(logits.double(), 1).to(dtype)
+    probability = (torch.softmax(logits.double(), 1) * own.sqrt()).to(dtype)
     total = -(probability.T @ probability).double()
     total.diagonal().copy_(diagonal)
     return total

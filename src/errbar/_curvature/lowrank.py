@@ -238,6 +238,8 @@ class LowRankAccumulator:
             vectors = fisher_columns(logits, self.fisher).mT.to(logits.dtype)
         else:
             vectors = self.scores(batch, logits).transpose(0, 1).to(logits.dtype)
+        if batch.weights is not None:
+            vectors = vectors * batch.weights.sqrt().to(vectors.dtype)[:, None, None]
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
         device = logits.device
         row_limit = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from errbar._base import linalg
 from errbar._base.container import Contents
-from errbar._curvature.fisher import Weights
+from errbar._curvature.fisher import Weights, weighted
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload, draws_are_quicker, pushed
 from errbar._derivative.layers import LinearLayer
@@ -298,9 +298,12 @@ class Differentiating:
         self.structure, self.task, self.sums, self.rows = structure, task, sums, rows
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
-        logits = []
+        logits: list[Tensor] = []
+        start = 0
         for part, derivative in self.structure.derivatives(self.task, batch, self.task.scores):
-            weights = self.task.weights(part)
+            own = None if batch.weights is None else batch.weights[start : start + len(part)]
+            weights = weighted(self.task.weights(part), own)
+            start += len(part)
             self.sums.add(weights, derivative)
             logits.append(part)
             if self.rows is not None:

@@ -34,7 +34,8 @@ class Task:
     batches; a file has neither. `unpack` reads later batches as it read those of the fit, and `batch_form` is the form
     that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
     `scores` are the draws of `fisher="sampled"`. `parts` are the tasks of a mixed structure (`_curvature.mixed`), each
-    about some of the parameters, with a route of its own.
+    about some of the parameters, with a route of its own. `class_weights` multiply the weights of the samples, each by
+    its label.
     """
 
     network: Network
@@ -51,6 +52,7 @@ class Task:
     batch_form: Form | None = None
     scores: ScoreDraws | None = None
     parts: tuple[Task, ...] = ()
+    class_weights: tuple[float, ...] | None = None
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class Task:
             "structure": self.structure,
             "fisher": self.fisher,
             "draws and seed": str(self.scores),
+            "class weights": str(self.class_weights),
             "number of classes": str(self.n_classes),
             "output of the model": described_output(self.network.output),
             "dtype of products": str(self.dtype),
@@ -98,6 +101,7 @@ class Task:
         for name, first, second in (
             ("fisher", self.fisher, other.fisher),
             ("draws and seed", self.scores, other.scores),
+            ("class weights", self.class_weights, other.class_weights),
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
             ("number of classes", self.n_classes, other.n_classes),

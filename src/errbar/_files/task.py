@@ -60,10 +60,12 @@ def route_description(route: Route | None) -> Description:
 def task_description(task: Task) -> Description:
     """A task without its network, of which only the fingerprint and the dtype of results are kept."""
     scores = {} if task.scores is None else {"scores": asdict(task.scores)}
+    by_class = {} if task.class_weights is None else {"class_weights": _described_weights(task.class_weights)}
     plans = [route_description(part.route) | {"rank": part.rank} for part in task.parts]
     parts = {"parts": plans} if plans else {}
     return (
         scores
+        | by_class
         | parts
         | {
             "weights": task.network.fingerprint,
@@ -109,6 +111,7 @@ def read_task(fields: Fields) -> Task:
         precision,
         batch_form=_read_form(fields),
         scores=_read_scores(fields, fisher),
+        class_weights=_read_class_weights(fields, n_classes),
     )
     plan = fields.part("plan")
     return _with_parts(task, fields) if is_mixture(structure) else _with_route(task, plan)
@@ -148,6 +151,20 @@ def _read_scores(fields: Fields, fisher: str) -> ScoreDraws | None:
         return None
     part = fields.part("scores")
     return ScoreDraws(part.whole("draws", 1), part.whole("seed"))
+
+
+def _described_weights(weights: Sequence[float]) -> list[Description]:
+    return [{"weight": weight} for weight in weights]
+
+
+def _read_class_weights(fields: Fields, n_classes: int) -> tuple[float, ...] | None:
+    """The weights of the classes; None where the fit had none."""
+    if "class_weights" not in fields:
+        return None
+    weights = tuple(part.number("weight", least=0) for part in fields.parts("class_weights"))
+    if len(weights) != n_classes or not any(weights):
+        raise DamagedFileError(f"{fields.where} holds class weights that do not fit its {n_classes} classes.")
+    return weights
 
 
 def _saved_output(output: Output) -> Description | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -239,6 +240,8 @@ class Network:
         """The batch on the model's device and in its dtype; `DataError` for NaN, infinite or no input."""
         if len(batch) == 0:
             raise DataError("A batch holds no samples; expected at least one.")
+        if batch.by_name:
+            batch = self._with_its_arguments(batch)
 
         def move(tensor: Tensor) -> Tensor:
             dtype = self.input_dtype if tensor.is_floating_point() else None
@@ -256,6 +259,19 @@ class Network:
                     ),
                 )
         return prepared_batch
+
+    def _with_its_arguments(self, batch: Batch) -> Batch:
+        """A mapping with `weights`: an argument of the model if its forward takes one of that name."""
+        parameters = inspect.signature(type(self.module).forward).parameters
+        if "weights" in parameters:
+            return replace(batch, kwargs={**batch.kwargs, "weights": batch.weights}, weights=None, by_name=False)
+        if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise DataError(
+                "A batch has 'weights', and the model takes any keyword, so they may be an argument of it or the "
+                "weights of the samples. Expected unpack=, a function from a batch to (args, kwargs, labels), or to "
+                "(args, kwargs, labels, weights) where samples are weighted."
+            )
+        return batch
 
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""

@@ -31,14 +31,14 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, checked_labels, count_batches, kept_unpack
+from errbar._model.batch import Batch, Unpack, checked_labels, checked_weights, count_batches, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._model.selection import require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
 from errbar._planning.notice import tell_of_fit
 from errbar._posterior.information import Information
 from errbar._posterior.seen import Seen, SeenSoFar
-from errbar.errors import DataError
+from errbar.errors import ArgumentError, DataError, LabelError
 
 DEFAULT_EVERY = 100
 _TITLE = "Collecting"
@@ -58,6 +58,7 @@ def collect(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    class_weights: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -65,7 +66,9 @@ def collect(
 ) -> Information:
     """One pass over `data`: their information about the selected parameters at the model's weights.
 
-    Labels are not needed; if batches have them, Σ ln f_y is summed as well, for `Posterior.log_evidence`.
+    Labels are not needed; if batches have them, Σ ln f_y is summed as well, for `Posterior.log_evidence`. Batches may
+    have a weight for each sample, as `weights` in a mapping or as a fourth value of `unpack`: a sample of weight w
+    counts like w of them, in Σ w_n J_nᵀ Λ_n J_n, `n_samples` and Σ w ln f_y.
 
     Args:
         model: a trained classifier that returns logits; never modified.
@@ -90,6 +93,8 @@ def collect(
         unpack: a function from a batch to (args, kwargs, labels), for batches of any other form. The result keeps it,
             and reads later batches with it unless given another.
         output: where the logits are if the model returns more than them: a position, a key, or a function of it.
+        class_weights: a weight for each class, for networks that were trained by a loss with such weights: each sample
+            counts by that of its label, beside its own weight. It needs labels, here and in `update` and `forget`.
         checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
             other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
             file, with its number at the end of the name.
@@ -110,6 +115,7 @@ def collect(
         precision=precision,
         unpack=unpack,
         output=output,
+        class_weights=class_weights,
         checkpoint=checkpoint,
         every=every,
     )
@@ -151,6 +157,7 @@ class Request:
     precision: str | None = None
     unpack: Unpack | None = None
     output: Output = None
+    class_weights: Any = None
     checkpoint: str | os.PathLike[str] | None = None
     every: int = DEFAULT_EVERY
 
@@ -188,6 +195,7 @@ class Request:
                 unpack=kept_unpack(self.unpack, form),
                 batch_form=form,
                 scores=ScoreDraws(self.draws, self.seed) if self.fisher == "sampled" else None,
+                class_weights=require_class_weights(self.class_weights, inspection.layout.classes),
             )
             del inspection  # the graph behind it
             if task.structure == "auto":
@@ -268,7 +276,7 @@ def _summed_over(team: Team, own: Information) -> Information:
     likelihoods = [likelihood for count, likelihood, _ in parts if count > 0]
     all_seen = [None if part is None else Seen(*part) for _, _, part in parts]
     if not likelihoods:
-        raise DataError("The data are empty on all ranks: expected at least one batch.")
+        raise DataError("The data are empty on all ranks, or all weights are zero: expected at least one batch.")
     return replace(
         own,
         total=own.total.reduced([count > 0 for count in counts], team),
@@ -307,6 +315,9 @@ class _Pass:
         structure, network = structure_called(task.structure), task.network
         require_fits(task, structure)
         self.task, self.checks, self.count, self.seen = task, Checks(network.device), 0, SeenSoFar()
+        # Samples that count for one each, and the weights of the others.
+        self.plain, self.mass = 0, torch.zeros((), dtype=torch.float64, device=network.device)
+        self.is_weighted = False
         self.likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
         scores = None if task.scores is None else task.scores.counting(repeats)
         with plain_execution(network.device):
@@ -316,14 +327,20 @@ class _Pass:
         network, checks = self.task.network, self.checks
         with plain_execution(network.device):
             prepared = network.prepare(batch, checks)
+            weights = _sample_weights(self.task, prepared, checks)
+            prepared = replace(prepared, weights=weights)
             logits = self.accumulator.add_batch(prepared)
             self.seen.add(prepared)
             require_finite_logits(logits, checks)
             if self.likelihood is not None and batch.labels is not None:
-                self.likelihood = self.likelihood + _label_likelihood(logits, batch.labels, checks)
+                self.likelihood = self.likelihood + _label_likelihood(logits, batch.labels, weights, checks)
             else:
                 self.likelihood = None
             self.count += len(batch)
+            if weights is None:
+                self.plain += len(batch)
+            else:
+                self.is_weighted, self.mass = True, self.mass + weights.sum()
 
     def finish(self, *, may_be_empty: bool = False) -> Information:
         if self.count == 0 and not may_be_empty:
@@ -332,10 +349,13 @@ class _Pass:
             self.checks.finish()
             total = self.accumulator.finish()
         likelihood = None if self.likelihood is None else float(self.likelihood)
+        n_samples = self.plain + float(self.mass) if self.is_weighted else self.plain
+        if n_samples == 0 and not may_be_empty:
+            raise DataError("All weights are zero: expected at least one sample that counts.")
         return Information(
             task=self.task,
             total=total,
-            n_samples=self.count,
+            n_samples=n_samples,
             log_likelihood=likelihood,
             seen=self.seen.finish(),
         )
@@ -371,8 +391,45 @@ def collect_several(
     return results
 
 
-def _label_likelihood(logits: Float[Tensor, "B M"], labels: Any, checks: Checks) -> Float[Tensor, ""]:
+def require_class_weights(weights: Any, classes: int) -> tuple[float, ...] | None:
+    """The weight of each class, checked; None if there are none."""
+    if weights is None:
+        return None
+    try:
+        values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.empty(0)
+    if values.shape != (classes,) or not bool((torch.isfinite(values) & (values >= 0)).all()) or not bool(values.any()):
+        raise ArgumentError(
+            f"class_weights are {str(weights)[:60]}; expected {classes} finite numbers of zero or more, one for each "
+            "class of the model, not all of them zero."
+        )
+    return tuple(values.tolist())
+
+
+def _sample_weights(task: Task, batch: Batch, checks: Checks) -> Float[Tensor, "B"] | None:
+    """w_n of each sample of a prepared batch: its own, times that of the class of its label; None where all are one."""
+    size, device = len(batch), task.network.device
+    own = None if batch.weights is None else checked_weights(batch.weights, size=size, device=device, checks=checks)
+    if task.class_weights is None:
+        return own
+    if batch.labels is None:
+        raise LabelError(
+            "class_weights weigh each sample by its label, and a batch has no labels; expected batches (x, labels), or "
+            "weights of the samples in place of class_weights."
+        )
+    labels = checked_labels(batch.labels, size=size, classes=task.n_classes, device=device, checks=checks)
+    # A label out of range is reported by `checks`; it must not stop the device before that.
+    by_class = torch.tensor(task.class_weights, dtype=torch.float64, device=device)
+    of_labels = by_class[labels.clamp(0, task.n_classes - 1)]
+    return of_labels if own is None else own * of_labels
+
+
+def _label_likelihood(
+    logits: Float[Tensor, "B M"], labels: Any, weights: Float[Tensor, "B"] | None, checks: Checks
+) -> Float[Tensor, ""]:
     values = checked_labels(labels, size=len(logits), classes=logits.shape[1], device=logits.device, checks=checks)
     log_probability = torch.log_softmax(logits.double(), 1)
     # A label out of range is reported by `checks`; it must not stop the device before that.
-    return log_probability.gather(1, values.clamp(0, logits.shape[1] - 1)[:, None]).sum()
+    own = log_probability.gather(1, values.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    return own.sum() if weights is None else (weights * own).sum()

@@ -548,6 +548,7 @@ def fit(
     precision: str | None = None,
     unpack: Unpack | None = None,
     output: Output = None,
+    class_weights: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -569,6 +570,7 @@ def fit(
         precision=precision,
         unpack=unpack,
         output=output,
+        class_weights=class_weights,
         checkpoint=checkpoint,
         every=every,
     )
