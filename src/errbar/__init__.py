@@ -51,6 +51,7 @@ if _TYPE_CHECKING:
     from errbar._files.load import FileDescription, FusionDescription, info, load, merge, verify
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
+    from errbar._operations.acquire import acquire
     from errbar._operations.autofit import autofit
     from errbar._operations.calibrate import calibrate
     from errbar._operations.calibrate_fusion import calibrate_fusion
@@ -116,6 +117,7 @@ __all__ = [
     "WeightsChangedError",
     "__version__",
     "abstention",
+    "acquire",
     "autofit",
     "calibrate",
     "calibrate_fusion",
@@ -148,6 +150,7 @@ _NAMES = {
     "_files.load": ("FileDescription", "FusionDescription", "info", "load", "merge", "verify"),
     "_monitor.martingales": ("Alarm",),
     "_monitor.monitor": ("Monitor",),
+    "_operations.acquire": ("acquire",),
     "_operations.autofit": ("autofit",),
     "_operations.calibrate": ("calibrate",),
     "_operations.calibrate_fusion": ("calibrate_fusion",),

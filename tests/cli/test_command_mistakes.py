@@ -131,6 +131,10 @@ MISTAKES = {
     ),
     "the same file twice": (["merge", "posterior.safetensors", "posterior.safetensors"], "the same information"),
     "memory in words": (["plan", "tiny_net:trained", "data.npz", "--memory", "plenty"], "expected bytes"),
+    "more labels than inputs": (
+        ["acquire", "posterior.safetensors", "data.npz:test", *MODEL, "--count", "100000"],
+        "--count is 100,000, and the pool holds",
+    ),
     "suspicion without labels": (
         ["outliers", "posterior.safetensors", "unlabelled.npz", *MODEL, "--by", "label-suspicion"],
         "needs labels",
@@ -141,7 +145,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence_and_leaves_no_file(mistake: str, files: Workspace, tmp_path: Path) -> None:
     arguments, expected = MISTAKES[mistake]
-    needs_output = arguments[0] not in ("evaluate", "plan", "outliers") and "-o" not in arguments
+    needs_output = arguments[0] not in ("evaluate", "plan", "outliers", "acquire") and "-o" not in arguments
     suffix = "jsonl" if arguments[0] in ("predict", "fuse") else "safetensors"
     output = ["-o", str(tmp_path / f"out.{suffix}")] if needs_output else []
     before = sorted(Path.cwd().iterdir())
@@ -220,6 +224,8 @@ def test_a_pipe_is_not_replaced_by_force(arguments: list[str], files: Workspace,
         ([*FIT, "-o", "x", "--last-layers", "two"], "--last-layers"),
         ([*PREDICT, "data.npz", "-o", "x.csv"], "--model"),
         (["outliers", "posterior.safetensors", "data.npz", *MODEL, "--by", "taste"], "taste"),
+        (["acquire", "posterior.safetensors", "data.npz", *MODEL, "--count", "3", "--by", "taste"], "taste"),
+        (["acquire", "posterior.safetensors", "data.npz", *MODEL], "--count"),
         (["fit", "--everything"], "--everything"),
     ],
 )

@@ -370,6 +370,22 @@ def test_outliers_without_labels_are_ranked_by_mutual_information(files: Workspa
     assert [row["input"] for row in facts["outliers"]] == expected[:20].tolist()
 
 
+def test_acquire_chooses_what_to_label_next(files: Workspace, tmp_path: Path) -> None:
+    x = files.test[0]
+    np.savez(tmp_path / "pool.npz", x_pool=x.numpy())
+    output = tmp_path / "chosen.csv"
+    command = ["acquire", "posterior.safetensors", str(tmp_path / "pool.npz"), "--model", "tiny_net:trained"]
+    facts = said(*command, "-k", "4", "-o", str(output))
+    posterior = errbar.load("posterior.safetensors", files.model)
+    expected = errbar.acquire(posterior, [x], 4).tolist()
+    assert (facts["by"], facts["chosen"], facts["indices"]) == ("information", expected, expected)
+    with output.open(newline="", encoding="utf-8") as stream:
+        assert [int(line["input"]) for line in csv.DictReader(stream)] == expected
+    # Labels in the data are ignored.
+    facts = said("acquire", "posterior.safetensors", "data.npz:test", *command[3:], "-k", "4", "--by", "entropy")
+    assert facts["indices"] == errbar.acquire(posterior, [x], 4, by="entropy").tolist()
+
+
 def test_plan_lists_the_options_and_the_best(workspace: Workspace) -> None:
     facts = said("plan", "tiny_net:trained", "data.npz", "--memory", "1GiB", "--batch-size", "32")
     assert (facts["memory"], facts["batch"]) == (2**30, 32)

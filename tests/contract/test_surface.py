@@ -42,6 +42,7 @@ PUBLIC = {
     "Track",
     # functions
     "abstention",
+    "acquire",
     "autofit",
     "calibrate",
     "calibrate_fusion",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -20,4 +21,14 @@ def plain_execution(device: torch.device) -> Iterator[None]:
             yield
         return
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def graph_execution(device: torch.device) -> Iterator[None]:
+    """The same with gradients, for results that keep their graph.
+
+    Fused attention kernels have no derivative of their derivative; the plain formula has.
+    """
+    with plain_execution(device), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         yield

@@ -108,8 +108,8 @@ class RootedWeights(Weights, Protocol):
         """A root in as few columns as there can be, in float64."""
         ...
 
-    def summed(self, dtype: torch.dtype) -> Float[Tensor, "c c"]:
-        """Σ_n Λ_n in float64, by products in `dtype`, without making one Λ_n."""
+    def summed(self, dtype: torch.dtype, factors: Float[Tensor, "B"] | None = None) -> Float[Tensor, "c c"]:
+        """Σ_n Λ_n, or Σ_n w_n Λ_n, in float64, by products in `dtype`, without making one Λ_n."""
         ...
 
 
@@ -163,12 +163,13 @@ class LogitWeights:
         reflection.diagonal(dim1=1, dim2=2).add_(1)
         return root[:, :, None] * reflection[:, :, 1:]
 
-    def summed(self, dtype: torch.dtype) -> Float[Tensor, "M M"]:
-        """−Σ f fᵀ beside the diagonal and Σ η, in which nothing cancels, on it."""
-        diagonal = self.diagonal().sum(0)
+    def summed(self, dtype: torch.dtype, factors: Float[Tensor, "B"] | None = None) -> Float[Tensor, "M M"]:
+        """−Σ w f fᵀ beside the diagonal and Σ w η, in which nothing cancels, on it."""
+        diagonal = _sum_over_samples(self.diagonal(), factors)
         if self.fisher == "eta":
             return torch.diag(diagonal)
-        probability = torch.softmax(self.logits.double(), 1).to(dtype)
+        probability = torch.softmax(self.logits.double(), 1)
+        probability = (probability if factors is None else probability * factors.sqrt()[:, None]).to(dtype)
         total = -(probability.T @ probability).double()
         total.diagonal().copy_(diagonal)
         return total
@@ -207,8 +208,12 @@ class LabelWeights:
     def thin_root(self) -> Float[Tensor, "B L L"]:
         return torch.diag_embed(self.diagonal().sqrt())
 
-    def summed(self, dtype: torch.dtype) -> Float[Tensor, "L L"]:
-        return torch.diag(self.diagonal().sum(0))
+    def summed(self, dtype: torch.dtype, factors: Float[Tensor, "B"] | None = None) -> Float[Tensor, "L L"]:
+        return torch.diag(_sum_over_samples(self.diagonal(), factors))
+
+
+def _sum_over_samples(values: Float[Tensor, "B c"], factors: Float[Tensor, "B"] | None) -> Float[Tensor, "c"]:
+    return values.sum(0) if factors is None else (values * factors[:, None]).sum(0)
 
 
 def logit_weights(
@@ -216,6 +221,54 @@ def logit_weights(
 ) -> RootedWeights:
     """Λ in the logits themselves, of outputs of some kind with these labels, as the kind has read them."""
     return LabelWeights(logits, kind.counted(labels)) if kind.is_diagonal else LogitWeights(logits, fisher)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedSamples:
+    """w_n Λ_n: what samples tell that count for w_n of one."""
+
+    plain: Weights
+    factors: Float[Tensor, "B"]
+
+    def matrix(self) -> Float[Tensor, "B c c"]:
+        return self.plain.matrix() * self.factors[:, None, None]
+
+    def diagonal(self) -> Float[Tensor, "B c"]:
+        return self.plain.diagonal() * self.factors[:, None]
+
+    def rooted(self, values: Float[Tensor, "B c *k"]) -> Float[Tensor, "B c *k"]:
+        rooted = self.plain.rooted(values)
+        return rooted * self.factors.sqrt().to(rooted.dtype).reshape(-1, *[1] * (rooted.ndim - 1))
+
+    def squares(self, jacobian: Float[Tensor, "B c k"]) -> Float[Tensor, "B k"]:
+        squares = self.plain.squares(jacobian)
+        return squares * self.factors[:, None].to(squares.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedRoots(WeightedSamples):
+    """The same of Λ in the logits themselves."""
+
+    plain: RootedWeights
+
+    def columns(self, first: int, last: int) -> Float[Tensor, "k B c"]:
+        return self.plain.columns(first, last) * self.factors.sqrt()[:, None]
+
+    def thin_root(self) -> Float[Tensor, "B c k"]:
+        return self.plain.thin_root() * self.factors.sqrt()[:, None, None]
+
+    def summed(self, dtype: torch.dtype, factors: Float[Tensor, "B"] | None = None) -> Float[Tensor, "c c"]:
+        return self.plain.summed(dtype, self.factors if factors is None else self.factors * factors)
+
+
+def weighted(weights: Weights, factors: Float[Tensor, "B"] | None) -> Weights:
+    """Λ_n, times w_n where samples have weights."""
+    return weights if factors is None else WeightedSamples(weights, factors)
+
+
+def weighted_root(weights: RootedWeights, factors: Float[Tensor, "B"] | None) -> RootedWeights:
+    """The same of Λ in the logits themselves."""
+    return weights if factors is None else WeightedRoots(weights, factors)
 
 
 @dataclass(frozen=True, eq=False)

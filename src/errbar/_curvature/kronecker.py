@@ -26,6 +26,7 @@ from errbar._base.container import Contents
 from errbar._base.triangles import read_symmetric, symmetric_array
 from errbar._curvature.diagonal import DiagonalSum, safe_precision
 from errbar._curvature.eigenbasis import KroneckerBasis, KroneckerFactor, empty_matrix, set_block_
+from errbar._curvature.fisher import weighted, weighted_root
 from errbar._curvature.structure import Accumulator, Description, Factor, Rows, Structure, Sum, Tensors
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
@@ -251,7 +252,7 @@ class KroneckerAccumulator:
 
         self.inner = {layer.name: zeros(layer.width, layer.width) for layer in route.layers}
         self.outer = {layer.name: zeros(layer.outputs, layer.outputs) for layer in route.layers}
-        self.count = dict.fromkeys(self.inner, 0)
+        self.count: dict[str, float] = dict.fromkeys(self.inner, 0)
         self.rest = zeros(len(route.rest_spans))
 
     def add_batch(self, batch: Batch) -> Float[Tensor, "B M"]:
@@ -268,17 +269,24 @@ class KroneckerAccumulator:
     def _add(self, batch: Batch, trace: Trace) -> None:
         logits = trace.logits.detach()
         scores = None if self.task.scores is None else self.task.scores(batch, logits)
+        samples = batch.weights
+        if scores is not None and samples is not None:
+            # √w s, so that the sum of their outer products has the weights.
+            scores = scores * samples.sqrt()[:, None]
         for layer in self.route.layers:
             for call in trace.calls[layer.name]:
                 uses = layer.inner_columns(call.inputs).to(self.dtype)
-                self.count[layer.name] += uses.shape[1]
+                each = uses.shape[1] // len(logits)
+                if samples is not None:
+                    uses = uses * samples.sqrt().to(uses.dtype).repeat_interleave(each)
+                self.count[layer.name] += uses.shape[1] if samples is None else each * float(samples.sum())
                 linalg.add_lower_square_(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
-                self.outer[layer.name] += self._summed(logits, batch.labels, scores)
+                self.outer[layer.name] += self._summed(logits, batch.labels, scores, samples)
         names = self.route.differentiated(trace)
         if names:
-            self._add_derivatives(names, trace, logits, batch.labels, scores)
-        weights = self.task.weights(logits, batch.labels)
+            self._add_derivatives(names, trace, logits, batch.labels, scores, samples)
+        weights = weighted(self.task.weights(logits, batch.labels), samples if scores is None else None)
         for where, jacobian in self.route.of_rest(self.network, batch, scores):
             self.rest[where] += weights.squares(jacobian.to(self.dtype)).sum(0, dtype=torch.float64)
 
@@ -287,10 +295,11 @@ class KroneckerAccumulator:
         logits: Float[Tensor, "B M"],
         labels: Int[Tensor, "B *L"] | None,
         scores: Float[Tensor, "k B M"] | None,
+        samples: Float[Tensor, "B"] | None,
     ) -> Float[Tensor, "M M"]:
-        """Σ_n Λ_n; of drawn scores s, Σ s sᵀ."""
+        """Σ_n w_n Λ_n; of drawn scores s, which have their weights already, Σ s sᵀ."""
         if scores is None:
-            return self.task.logit_weights(logits, labels).summed(self.dtype)
+            return weighted_root(self.task.logit_weights(logits, labels), samples).summed(self.dtype)
         rows = scores.to(self.dtype).flatten(0, 1)
         return (rows.T @ rows).double()
 
@@ -301,6 +310,7 @@ class KroneckerAccumulator:
         logits: Float[Tensor, "B M"],
         labels: Int[Tensor, "B *L"] | None,
         scores: Float[Tensor, "k B M"] | None,
+        samples: Float[Tensor, "B"] | None,
     ) -> None:
         """VᵀΛV = Σ_c u_c u_cᵀ with u_c = Vᵀ r_c, r_c the columns of R: some of these at a time, never all V.
 
@@ -308,7 +318,7 @@ class KroneckerAccumulator:
         """
         size, count = len(logits), logits.shape[1] if scores is None else len(scores)
         step = self.route.seeds_at_a_time(size, logits.device)
-        weights = self.task.logit_weights(logits, labels)
+        weights = weighted_root(self.task.logit_weights(logits, labels), samples)
         for first in range(0, count, step):
             last = min(first + step, count)
             columns = weights.columns(first, last) if scores is None else scores[first:last]

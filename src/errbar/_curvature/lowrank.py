@@ -239,6 +239,8 @@ class LowRankAccumulator:
             vectors = weights.thin_root().mT.to(logits.dtype)
         else:
             vectors = self.scores(batch, logits).transpose(0, 1).to(logits.dtype)
+        if batch.weights is not None:
+            vectors = vectors * batch.weights.sqrt().to(vectors.dtype)[:, None, None]
         size, columns, n = len(logits), vectors.shape[1], self.selection.n_parameters
         device = logits.device
         row_limit = min(_limit(ROWS, device), max(1, _limit(ROW_BYTES, device) // (n * logits.element_size())))
@@ -298,7 +300,7 @@ class LowRankFactor(Refactorised):
         covariances = []
         for start in range(0, size, step):
             part = batch.rows(start, min(start + step, size))
-            if jacobian_bytes > JACOBIAN_BYTES:
+            if jacobian_bytes > JACOBIAN_BYTES and not network.keeps_graph:
                 covariances.append(self._class_by_class(network, selection, part)[None])
             else:
                 vectors = identity.expand(len(part), classes, classes)

@@ -67,7 +67,8 @@ def product_rows(
     q = other.shape[0]
     total = p * (p + 1) // 2 if symmetric else p * q
     limit = max(q, TILE_BYTES.get(left.device.type, 2**20) // (samples * left.element_size()))
-    if samples <= _FEW_SAMPLES or left.device.type != "cpu":
+    # Rows in a buffer could not keep a graph.
+    if samples <= _FEW_SAMPLES or left.device.type != "cpu" or left.requires_grad or other.requires_grad:
         first, second = triangle(p, left.device) if symmetric else _all_pairs(p, q, left.device)
         for start in range(0, total, limit):
             part = slice(start, min(start + limit, total))

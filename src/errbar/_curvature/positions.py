@@ -68,6 +68,9 @@ class Positions:
         return Batch(
             (rows.args[0][chosen],),
             labels=None if labels is None else labels.flatten()[chosen],
+            weights=None
+            if batch.weights is None
+            else batch.weights[:, None].expand(keep.flatten(1).shape)[keep.flatten(1)],
             keys=keys.flatten()[chosen],
         )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from errbar._base import linalg
 from errbar._base.container import Contents
-from errbar._curvature.fisher import Weights
+from errbar._curvature.fisher import Weights, weighted
 from errbar._curvature.task import Task
 from errbar._curvature.workload import Cost, Workload, draws_are_quicker, pushed
 from errbar._derivative.layers import LinearLayer
@@ -301,8 +301,11 @@ class Differentiating:
         logits: list[Tensor] = []
         start = 0
         for part, derivative in self.structure.derivatives(self.task, batch, self.task.scores):
-            labels = None if batch.labels is None else batch.labels[start : start + len(part)]
-            weights = self.task.weights(part, labels)
+            labels, own = (
+                None if part_of is None else part_of[start : start + len(part)]
+                for part_of in (batch.labels, batch.weights)
+            )
+            weights = weighted(self.task.weights(part, labels), own)
             start += len(part)
             self.sums.add(weights, derivative)
             logits.append(part)

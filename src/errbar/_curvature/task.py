@@ -38,6 +38,7 @@ class Task:
     that these had; files keep only the latter. `dtype`, that of products, follows from the network and `precision`.
     `scores` are the draws of `fisher="sampled"`. `parts` are the tasks of a mixed structure (`_curvature.mixed`), each
     about some of the parameters, with a route of its own. `positions` say how those of an input count, if it has any.
+    `class_weights` multiply the weights of the samples, each by its label.
     """
 
     network: Network
@@ -55,6 +56,7 @@ class Task:
     scores: ScoreDraws | None = None
     parts: tuple[Task, ...] = ()
     positions: Positions | None = None
+    class_weights: tuple[float, ...] | None = None
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +132,7 @@ class Task:
             "fisher": self.fisher_form,
             "kind of outputs": self.outputs,
             "draws and seed": str(self.scores),
+            "class weights": str(self.class_weights),
             "number of classes": str(self.n_classes),
             "positions": str(self.positions),
             "output of the model": described_output(self.network.output),
@@ -144,6 +147,7 @@ class Task:
             ("outputs", self.outputs, other.outputs),
             ("fisher", self.fisher_form, other.fisher_form),
             ("draws and seed", self.scores, other.scores),
+            ("class weights", self.class_weights, other.class_weights),
             ("structure", self.structure, other.structure),
             ("parameters", self.selection, other.selection),
             ("number of classes", self.n_classes, other.n_classes),

@@ -24,7 +24,8 @@ RANDOM_IN_EVAL = (
 
 def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
     """J of each sample in the network's own dtype, each from a pass of that sample alone (never O(B²))."""
-    if not batch.can_be_mapped:
+    if network.keeps_graph or not batch.can_be_mapped:
+        # Mapped layer norms have a graph that does not lead all the way to the inputs.
         return _one_by_one(network, selection, batch)
     try:
         return _vectorised(network, selection, batch)
@@ -60,12 +61,14 @@ def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[T
                     retain_graph=True,
                     allow_unused=True,
                     materialize_grads=True,
+                    create_graph=network.keeps_graph,
                 )
                 if logits.requires_grad
                 else [torch.zeros_like(value) for value in values.values()]
                 for m in range(len(logits))
             ]
-            rows.append(torch.stack([_joined([part.reshape(-1) for part in row]) for row in gradients]).detach())
+            row_of_all = torch.stack([_joined([part.reshape(-1) for part in row]) for row in gradients])
+            rows.append(row_of_all if network.keeps_graph else row_of_all.detach())
     return torch.stack(rows)
 
 
@@ -73,7 +76,7 @@ def pulled_back(
     network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
 ) -> Float[Tensor, "B c n"]:
     """vᵀJ for c vectors of each sample, by products that go through that sample alone and never form J."""
-    if not batch.can_be_mapped:
+    if network.keeps_graph or not batch.can_be_mapped:
         return _products_one_by_one(network, selection, batch, vectors)
     try:
         return _vectorised_products(network, selection, batch, vectors)
@@ -117,7 +120,13 @@ def _products_one_by_one(
                 continue
             for column, vector in enumerate(vectors[index]):
                 gradients = torch.autograd.grad(
-                    logits, list(values.values()), vector, retain_graph=True, allow_unused=True, materialize_grads=True
+                    logits,
+                    list(values.values()),
+                    vector,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                    create_graph=network.keeps_graph,
                 )
                 rows[index, column] = torch.cat([part.reshape(-1) for part in gradients])
     return rows

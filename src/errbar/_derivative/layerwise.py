@@ -203,7 +203,7 @@ class LayerwiseRoute:
         From a `trace` of that batch if there is one already.
         """
         trace = self.trace(network, batch, alone=seeds is not None and seeds.count == 1) if trace is None else trace
-        logits = trace.logits.detach()
+        logits = trace.values
         names = self.differentiated(trace)
         combined = None if seeds is None else seeds(batch, logits).to(logits.dtype)
         derivatives = trace.derivatives(names, class_seeds(logits) if combined is None else combined) if names else {}

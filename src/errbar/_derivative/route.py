@@ -180,7 +180,7 @@ def capture(
     not called exactly once, or its input does not start with the samples.
     """
     trace = record(network, [layer.name for layer in layers], batch)
-    logits = trace.logits.detach()
+    logits = trace.values
     if any(
         len(calls) != 1 or calls[0].inputs.is_nested or len(calls[0].inputs) != len(logits) or calls[0].inputs.ndim < 2
         for calls in trace.calls.values()

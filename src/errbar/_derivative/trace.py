@@ -24,10 +24,19 @@ from errbar.errors import ModelError
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One pass of a batch through the network: the logits, with the graph behind them, and the calls of some layers."""
+    """One pass of a batch through the network: the logits, with the graph behind them, and the calls of some layers.
+
+    With `keeps_graph`, derivatives have graphs of their own, which lead to the inputs of the network.
+    """
 
     logits: Float[Tensor, "B M"]
     calls: dict[str, list[Call]]
+    keeps_graph: bool = False
+
+    @property
+    def values(self) -> Float[Tensor, "B M"]:
+        """The logits, without a graph unless that is kept."""
+        return self.logits if self.keeps_graph else self.logits.detach()
 
     def returns_logits(self, name: str) -> bool:
         """Whether the output of a layer's only call are the logits themselves, not overwritten on the way out."""
@@ -39,7 +48,7 @@ class Trace:
     def derivatives(self, names: Sequence[str], seeds: Float[Tensor, "k B M"]) -> dict[str, list[Tensor]]:
         """∂(Σ_m s_m g_m)/∂a for each call of the layers `names`, a what is differentiated by: (k, …), … as a has it."""
         calls = [call for name in names for call in self.calls[name]]
-        gradients = iter(_derivatives(self.logits, calls, seeds))
+        gradients = iter(_derivatives(self.logits, calls, seeds, create_graph=self.keeps_graph))
         return {name: [next(gradients) for _ in self.calls[name]] for name in names}
 
 
@@ -107,8 +116,11 @@ _UNKNOWN = Call(torch.empty(0), torch.empty(0), torch.empty(0), 0)
 def record(
     network: Network, names: Sequence[str], batch: Batch, probes: Mapping[str, Interception] | None = None
 ) -> Trace:
-    """Run the network and record every call of the modules `names` and `probes`; the graph starts at the first."""
-    replica = network.replica()
+    """Run the network and record every call of the modules `names` and `probes`.
+
+    The graph starts at the first of them, or where the network keeps graphs, at its inputs.
+    """
+    replica, keeps_graph = network.replica(), network.keeps_graph
     interceptions: dict[str, Interception] = {**dict.fromkeys(names, _by_output), **(probes or {})}
     calls: dict[str, list[Call]] = {name: [] for name in interceptions}
     modules = dict(replica.named_modules())
@@ -127,7 +139,7 @@ def record(
             torch.set_grad_enabled(True)
             # Nested tensors, which transformers make of padded sequences, do not run over the samples: see `accepts`.
             interception = _not_at_all if inputs.is_nested or output.is_nested else interceptions[name]
-            inputs = inputs.detach()
+            inputs = inputs if keeps_graph else inputs.detach()
             variable, next_output = interception(module, inputs, output)
             calls[name].append(Call(inputs, variable, next_output, next_output._version))
             return next_output
@@ -140,12 +152,12 @@ def record(
         for name in interceptions
     ]
     try:
-        with torch.no_grad(), convolutions if own_ways else nullcontext():
+        with torch.set_grad_enabled(keeps_graph), convolutions if own_ways else nullcontext():
             logits = network.logits(batch)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(logits, calls)
+    return Trace(logits, calls, keeps_graph)
 
 
 @contextmanager
@@ -159,7 +171,13 @@ def quiet_vmap() -> Iterator[None]:
         switch(True)
 
 
-def _derivatives(logits: Float[Tensor, "B M"], calls: Sequence[Call], seeds: Float[Tensor, "k B M"]) -> list[Tensor]:
+def _derivatives(
+    logits: Float[Tensor, "B M"],
+    calls: Sequence[Call],
+    seeds: Float[Tensor, "k B M"],
+    *,
+    create_graph: bool = False,
+) -> list[Tensor]:
     """One vector-Jacobian product of the whole batch for each seed: (k, …) for each variable."""
     if not calls:
         return []
@@ -169,17 +187,30 @@ def _derivatives(logits: Float[Tensor, "B M"], calls: Sequence[Call], seeds: Flo
     gradients: Sequence[Tensor | None]
     if len(seeds) == 1:
         # The kernels for a mapped dimension take twice as long, the more so where convolutions have groups.
-        alone = torch.autograd.grad(logits, variables, seeds[0], allow_unused=True, retain_graph=True)
+        alone = torch.autograd.grad(
+            logits, variables, seeds[0], allow_unused=True, retain_graph=True, create_graph=create_graph
+        )
         gradients = tuple(None if gradient is None else gradient[None] for gradient in alone)
         return _zero_where_unused(calls, gradients, 1)
     try:
         with quiet_vmap():
             gradients = torch.autograd.grad(
-                logits, variables, seeds, is_grads_batched=True, allow_unused=True, retain_graph=True
+                logits,
+                variables,
+                seeds,
+                is_grads_batched=True,
+                allow_unused=True,
+                retain_graph=True,
+                create_graph=create_graph,
             )
     except RuntimeError:
         # An operation without a batching rule: one seed after the other.
-        rows = [torch.autograd.grad(logits, variables, seed, allow_unused=True, retain_graph=True) for seed in seeds]
+        rows = [
+            torch.autograd.grad(
+                logits, variables, seed, allow_unused=True, retain_graph=True, create_graph=create_graph
+            )
+            for seed in seeds
+        ]
         columns = zip(*rows, strict=True)
         gradients = tuple(None if column[0] is None else torch.stack(column) for column in columns)
     return _zero_where_unused(calls, gradients, len(seeds))

@@ -114,15 +114,17 @@ def first_batch_of(first: Batch | None, team: Team) -> FirstBatch:
     source, size = ranks_with_data[0], max(description[0] for description in descriptions if description is not None)
     if descriptions[source][1]:
 
-        def call() -> tuple[tuple[Any, ...], dict[str, Any], Form] | None:
+        def call() -> tuple[tuple[Any, ...], dict[str, Any], Form, Any] | None:
             if team.rank != source or first is None:
                 return None
             # Cloned, because a slice is sent together with all that it is a slice of.
             few = first.rows(0, 2).map(lambda tensor: tensor.detach().cpu().clone())
-            return few.args, few.kwargs, few.form
+            # Perhaps an argument of the model: see `Network.prepare`.
+            own = torch.as_tensor(few.weights).detach().cpu().clone() if few.by_name else None
+            return few.args, few.kwargs, few.form, own
 
-        args, kwargs, form = team.broadcast(team.together(call), source)
-        return FirstBatch(Batch(args, kwargs, form=form), size)
+        args, kwargs, form, own = team.broadcast(team.together(call), source)
+        return FirstBatch(Batch(args, kwargs, form=form, weights=own, by_name=own is not None), size)
     if first is None or len(ranks_with_data) < team.size:
         empty = next(rank for rank in range(team.size) if rank not in ranks_with_data)
         raise DataError(

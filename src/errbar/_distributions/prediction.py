@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from errbar._base.execution import plain_execution
+from errbar._base.execution import graph_execution, plain_execution
 from errbar._distributions.sampling import (
     Replicable,
     Sampler,
@@ -101,7 +101,8 @@ class Prediction:
             (1/K) Σ_k Σ_m f̂_m φ(f_m⁽ᵏ⁾/f̂_m),     φ(r) = r ln r − r + 1 ≥ 0,
         which is the same because Σ_m f_m = Σ_m f̂_m = 1; rounding of f and f̂ enters it in second order.
         """
-        with plain_execution(self.pmf.device):
+        execution = graph_execution if self.pmf.requires_grad else plain_execution
+        with execution(self.pmf.device):
             parts = [
                 _mutual_information(self.sampler.block(start, stop), self.pmf[start:stop])
                 for start, stop in blocks(self.sampler)

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base.checks import whole_number
-from errbar._base.execution import plain_execution
+from errbar._base.execution import graph_execution, plain_execution
 from errbar._base.memory import require_memory, usable_bytes
 from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ArgumentError
@@ -202,7 +202,10 @@ class GaussianSampler:
         return self.mean
 
     def block(self, start: int, stop: int) -> Float[Tensor, "b M K"]:
-        return probabilities_(self._logits(start, stop), self.kind)
+        logits = self._logits(start, stop)
+        if logits.requires_grad:
+            return self.kind.probability(logits)
+        return probabilities_(logits, self.kind)
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
         """c + (1/K) Σ_k (f⁽ᵏ⁾ − c): the rounding of the sum is in proportion to the spread of f, and none without it.
@@ -215,6 +218,8 @@ class GaussianSampler:
             values -= least[:, :, None]
             return least + values.sum(2) / self.samples
         exponentials = self._logits(start, stop)
+        if exponentials.requires_grad:
+            return _mean_with_graph(torch.softmax(exponentials, 1))
         exponentials -= exponentials.amax(1, keepdim=True)
         exponentials.exp_()
         weights = exponentials.sum(1, keepdim=True).reciprocal_()
@@ -267,6 +272,12 @@ class GivenSampler:
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
         return self.values[start:stop].mean(2, dtype=torch.float64).to(self.values.dtype)
+
+
+def _mean_with_graph(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:
+    """c + (1/K) Σ_k (f⁽ᵏ⁾ − c) as in `GaussianSampler.mean_block`, of which c is a constant."""
+    low = values[:, :, :_LOW_DRAWS].detach().amin(2)
+    return low + (values - low[:, :, None]).mean(2)
 
 
 def probabilities_(logits: Float[Tensor, "b M K"], kind: OutputKind) -> Float[Tensor, "b M K"]:
@@ -341,6 +352,9 @@ def require_samples(samples: int) -> int:
 
 def mean_over_draws(sampler: Sampler) -> Float[Tensor, "B M"]:
     """f̂ = (1/K) Σ_k f⁽ᵏ⁾."""
+    if sampler.like.requires_grad:
+        with graph_execution(sampler.like.device):
+            return torch.cat([sampler.mean_block(start, stop) for start, stop in blocks(sampler)])
     with plain_execution(sampler.like.device):
         pmf = sampler.like.new_empty(sampler.rows, sampler.classes)
         for start, stop in blocks(sampler):
@@ -349,7 +363,10 @@ def mean_over_draws(sampler: Sampler) -> Float[Tensor, "B M"]:
 
 
 def over_blocks(sampler: Sampler, statistic: Callable[[Float[Tensor, "b M K"]], Tensor], *shape: int) -> Tensor:
-    """`statistic` of the samples of all rows, a block of rows at a time."""
+    """`statistic` of the samples of all rows, a block of rows at a time; with a graph if the samples have one."""
+    if sampler.like.requires_grad:
+        with graph_execution(sampler.like.device):
+            return torch.cat([statistic(sampler.block(start, stop)) for start, stop in blocks(sampler)])
     with plain_execution(sampler.like.device):
         result = sampler.like.new_empty(sampler.rows, *shape)
         for start, stop in blocks(sampler):

@@ -138,6 +138,7 @@ def resume(path: Path, task: Task, stream: CountedStream) -> Information | None:
         ("outputs", task.outputs, checkpoint.task.outputs),
         ("fisher", task.fisher, checkpoint.task.fisher),
         ("draws or another seed", task.scores, checkpoint.task.scores),
+        ("class_weights", task.class_weights, checkpoint.task.class_weights),
         ("structure", task.structure, checkpoint.task.structure),
         ("precision", task.precision, checkpoint.task.precision),
         ("number of classes", task.n_classes, checkpoint.task.n_classes),
@@ -166,5 +167,6 @@ def _layers(task: Task) -> list[Description]:
 
 
 def batch_digest(batch: Batch) -> str:
-    """SHA-256 of the model's arguments and the labels."""
-    return digest_of((*batch.args, "keywords", batch.kwargs, "labels", batch.labels))
+    """SHA-256 of the model's arguments, the labels, and the weights of the samples if they have any."""
+    weights = () if batch.weights is None else ("weights", batch.weights)
+    return digest_of((*batch.args, "keywords", batch.kwargs, "labels", batch.labels, *weights))

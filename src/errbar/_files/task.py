@@ -68,12 +68,14 @@ def task_description(task: Task) -> Description:
     """A task without its network, of which only the fingerprint and the dtype of results are kept."""
     scores = {} if task.scores is None else {"scores": {"draws": task.scores.draws, "seed": task.scores.seed}}
     kind = {} if task.kind == CLASSES else {"outputs": task.kind.name}
+    by_class = {} if task.class_weights is None else {"class_weights": _described_weights(task.class_weights)}
     plans = [route_description(part.route) | {"rank": part.rank} for part in task.parts]
     parts = {"parts": plans} if plans else {}
     positions = {} if task.positions is None else {"positions": asdict(task.positions)}
     return (
         scores
         | kind
+        | by_class
         | parts
         | positions
         | {
@@ -123,6 +125,7 @@ def read_task(fields: Fields) -> Task:
         batch_form=_read_form(fields),
         scores=_read_scores(fields, fisher, kind),
         positions=_read_positions(fields),
+        class_weights=_read_class_weights(fields, n_classes),
     )
     task = replace(task, scores=scores_of_positions(task.scores, task.positions, n_classes))
     plan = fields.part("plan")
@@ -175,6 +178,20 @@ def _read_positions(fields: Fields) -> Positions | None:
     if not 0 < share <= 1:
         raise DamagedFileError(f"{fields.where} counts a share of {share!r} of the positions.")
     return Positions(head, share, part.whole("seed"), part.whole("ignore_index", -(2**63)))
+
+
+def _described_weights(weights: Sequence[float]) -> list[Description]:
+    return [{"weight": weight} for weight in weights]
+
+
+def _read_class_weights(fields: Fields, n_classes: int) -> tuple[float, ...] | None:
+    """The weights of the classes; None where the fit had none."""
+    if "class_weights" not in fields:
+        return None
+    weights = tuple(part.number("weight", least=0) for part in fields.parts("class_weights"))
+    if len(weights) != n_classes or not any(weights):
+        raise DamagedFileError(f"{fields.where} holds class weights that do not fit its {n_classes} classes.")
+    return weights
 
 
 def _saved_output(output: Output) -> Description | None:

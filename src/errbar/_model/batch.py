@@ -1,7 +1,8 @@
 """The user's data, as a stream of batches with which a model can be called.
 
-A batch is `x`, `(x,)`, `(x, y, …)` or a mapping; `unpack(batch) → (args, kwargs, labels)` handles the rest. Its
-arguments may hold tensors in dicts, lists and tuples, whose first dimension is the samples, and PackedSequences.
+A batch is `x`, `(x,)`, `(x, y, …)` or a mapping; `unpack(batch) → (args, kwargs, labels)` handles the rest, and may
+return the weight of each sample as a fourth value; in a mapping that is `weights`. Its arguments may hold tensors in
+dicts, lists and tuples, whose first dimension is the samples, and PackedSequences.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -29,28 +30,34 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from errbar._base.checks import Checks
 from errbar.errors import ArgumentError, DataError, DataWarning, ErrbarError, LabelError
 
-Unpack = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any], Any]]
+Call = tuple[tuple[Any, ...], Mapping[str, Any], Any] | tuple[tuple[Any, ...], Mapping[str, Any], Any, Any]
+Unpack = Callable[[Any], Call]
 Form = Literal["tensor", "mapping", "sequence", "other"]
 
 FORMS: tuple[Form, ...] = ("tensor", "mapping", "sequence", "other")
 # Large enough for efficient products, small enough for any network that was trained on this machine.
 _DATASET_BATCH = 256
+# The weights of the samples in a mapping.
+_WEIGHTS = "weights"
 # What an `unpack` raises on a batch that it was not written for.
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments for one call of the model; `labels` as the user gave them, not yet checked.
+    """Arguments for one call of the model; `labels` and `weights` as the user gave them, not yet checked.
 
-    `form` is what the batch was before it was read. `keys` know the samples where their numbers do not: positions of
-    an input, whose numbers are what a network made of it.
+    `form` is what the batch was before it was read. `by_name` says that the weights are those of a mapping, which the
+    model may want for itself (`Network.prepare`). `keys` know the samples where their numbers do not: positions of an
+    input, whose numbers are what a network made of it.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     labels: Any = None
     form: Form = "tensor"
+    weights: Any = None
+    by_name: bool = False
     keys: Int[Tensor, "B"] | None = None
 
     @property
@@ -82,7 +89,8 @@ class Batch:
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same call with `function` applied to each tensor in its arguments."""
         if self._is_one_tensor:
-            return Batch((function(self.args[0]),), self.kwargs, self.labels, self.form, self.keys)
+            args = (function(self.args[0]),)
+            return Batch(args, self.kwargs, self.labels, self.form, self.weights, self.by_name, self.keys)
         args, kwargs = _mapped((self.args, self.kwargs), lambda leaf: _applied(function, leaf))
         return replace(self, args=args, kwargs=kwargs)
 
@@ -96,11 +104,11 @@ class Batch:
             return leaf[start:stop] if _runs(leaf, size) else leaf
 
         args, kwargs = _mapped((self.args, self.kwargs), cut)
-        labels = self.labels
-        if isinstance(labels, Tensor) and labels.ndim > 0:
-            labels = labels[start:stop]
-        keys = None if self.keys is None else self.keys[start:stop]
-        return replace(self, args=args, kwargs=kwargs, labels=labels, keys=keys)
+        labels, weights, keys = (
+            part[start:stop] if isinstance(part, Tensor) and part.ndim > 0 else part
+            for part in (self.labels, self.weights, self.keys)
+        )
+        return replace(self, args=args, kwargs=kwargs, labels=labels, weights=weights, keys=keys)
 
     def parts(self, size: int) -> Iterator[Batch]:
         """The samples in parts of `size`; the last may be smaller."""
@@ -192,7 +200,7 @@ def joined(inputs: Sequence[Batch]) -> Batch:
         return torch.cat(column) if _runs(leaf, 1) else leaf
 
     args, kwargs = _mapped((first.args, first.kwargs), together)
-    return replace(first, args=args, kwargs=kwargs, labels=None)
+    return replace(first, args=args, kwargs=kwargs, labels=None, weights=None)
 
 
 def form_of(value: Any) -> Form:
@@ -239,18 +247,19 @@ class Kept:
 class KeptUnpack(Kept):
     """The `unpack` of a fit, for what comes later; `form` is what the batches of the fit were, None if unknown.
 
-    Labels may be left out of a batch: (a, b) then stands for (a, b, labels), and x alone for (x, labels). A tensor or a
-    mapping goes to the model as it is if the batches of the fit had another form.
+    Labels may be left out of a batch: (a, b) then stands for (a, b, labels), and x alone for (x, labels). So may
+    weights, or labels and weights: samples without a weight count for one. A tensor or a mapping goes to the model as
+    it is if the batches of the fit had another form.
     """
 
     name: str = "unpack"
     form: Form | None = None
 
-    def __call__(self, value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
+    def __call__(self, value: Any) -> Call:
         form = form_of(value)
         if self.form is None or form in (self.form, "sequence", "other"):
             try:
-                call: tuple[tuple[Any, ...], Mapping[str, Any], Any] = self.function(value)
+                call: Call = self.function(value)
                 return call
             except _UNFIT:
                 unlabelled = self._without_labels(tuple(value)) if form == "sequence" else None
@@ -261,17 +270,22 @@ class KeptUnpack(Kept):
         if unlabelled is not None:
             return unlabelled
         plain = to_batch(value)
-        return plain.args, plain.kwargs, plain.labels
+        return plain.args, plain.kwargs, plain.labels, plain.weights
 
-    def _without_labels(self, parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mapping[str, Any], Any] | None:
-        """What the function makes of a batch that lacks only its labels, at the end; None if it needs more."""
-        nothing = object()
-        try:
-            args, kwargs, labels = self.function((*parts, nothing))
-            inputs = [*args, *kwargs.values()]
-        except _UNFIT:
-            return None
-        return None if labels is not nothing or _holds(inputs, nothing) else (args, kwargs, None)
+    def _without_labels(self, parts: tuple[Any, ...]) -> Call | None:
+        """What the function makes of a batch that lacks only its weights, its labels or both, at the end; None if it
+        needs more."""
+        for missing in (1, 2):
+            nothing = [object() for _ in range(missing)]
+            try:
+                args, kwargs, *rest = self.function((*parts, *nothing))
+                inputs = [*args, *kwargs.values()]
+            except _UNFIT:
+                continue
+            if all(_holds(rest, part) and not _holds(inputs, part) for part in nothing):
+                labels, *weights = (None if any(part is one for one in nothing) else part for part in rest)
+                return args, kwargs, labels, *weights
+        return None
 
     def _state(self) -> tuple[Any, ...]:
         return self.function, self.name, self.form
@@ -302,7 +316,9 @@ def to_batch(value: Any, unpack: Unpack | None = None) -> Batch:
     if isinstance(value, (Tensor, PackedSequence)):
         return Batch((value,), form=form)
     if isinstance(value, Mapping):
-        return Batch((), {k: v for k, v in value.items() if k != "labels"}, value.get("labels"), form)
+        kwargs = {name: part for name, part in value.items() if name not in ("labels", _WEIGHTS)}
+        weights = value.get(_WEIGHTS)
+        return Batch((), kwargs, value.get("labels"), form, weights, by_name=weights is not None)
     if _starts_with_input(value):
         return Batch((value[0],), {}, value[1] if len(value) > 1 else None, form)
     raise DataError(
@@ -328,14 +344,16 @@ def _unpacked(value: Any, unpack: Unpack, form: Form) -> Batch:
             "batches like those of the fit, or pass unpack=, a function for these."
         ) from error
     try:
-        args, kwargs, labels = call
+        args, kwargs, labels, *rest = call
         if isinstance(args, (Tensor, str, Mapping)):
             raise TypeError(f"the arguments are a {type(args).__name__}")
-        return Batch(tuple(args), dict(kwargs), labels, form)
+        if len(rest) > 1:
+            raise ValueError(f"got {3 + len(rest)} values")
+        return Batch(tuple(args), dict(kwargs), labels, form, rest[0] if rest else None)
     except (TypeError, ValueError) as error:
         raise DataError(
             "unpack(batch) did not return (args, kwargs, labels): expected a tuple of positional arguments, "
-            f"a mapping of keyword arguments, and labels or None ({error})."
+            f"a mapping of keyword arguments, labels or None, and perhaps the weights of the samples ({error})."
         ) from error
 
 
@@ -412,8 +430,9 @@ def _warned_of_weights(rest: Sequence[Any], size: int) -> bool:
         if (is_array or (isinstance(part, Tensor) and part.is_floating_point())) and tuple(part.shape) == (size,):
             warnings.warn(
                 f"Element {position} of a batch, {size} numbers, looks like a weight for each sample and is ignored: "
-                "all samples count alike. Leave it out of the batch, or pass unpack=lambda batch: ((batch[0],), {}, "
-                "batch[1]), to say that this is meant.",
+                "all samples count alike. Pass unpack=lambda batch: ((batch[0],), {}, batch[1], batch["
+                f"{position - 1}]) to count it; or leave it out of the batch, or of that function, to say that this is "
+                "meant.",
                 DataWarning,
                 stacklevel=3,
             )
@@ -533,6 +552,27 @@ def _or_several(values: Tensor, size: int, classes: int) -> str:
     """What else a table of labels with a column for each output may be."""
     fits = values.shape in ((size, classes), (size, 1))
     return "; or, if each output is a label by itself, pass outputs='labels'" if fits else ""
+
+
+def checked_weights(weights: Any, *, size: int, device: torch.device, checks: Checks) -> Float[Tensor, "B"]:
+    """The weight of each sample in float64 on `device`; `DataError` unless they are finite numbers of zero or more."""
+    try:
+        values = torch.as_tensor(weights).to(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"The weights are {_describe(weights)}; expected one number for each sample.") from error
+    if values.shape != (size,) or values.is_complex() or values.dtype == torch.bool:
+        raise DataError(
+            f"The weights are {values.dtype} of shape {tuple(values.shape)}; expected ({size},), one number for each "
+            "sample."
+        )
+    values = values.detach().double()
+    checks.require(
+        (torch.isfinite(values) & (values >= 0)).all(),
+        lambda: DataError(
+            "A weight is negative, NaN or infinite; expected finite numbers of zero or more, one for each sample."
+        ),
+    )
+    return values
 
 
 def _describe(value: Any) -> str:

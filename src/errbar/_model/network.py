@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -173,6 +174,8 @@ class Network:
 
     # False for a network that was read from a file without its model.
     has_model = True
+    # Whether results keep the graph that leads to the inputs (`_model.fixed`).
+    keeps_graph = False
 
     def __init__(
         self, model: nn.Module, output: Output = None, kind: OutputKind = CLASSES, *, marked: bool = True
@@ -263,10 +266,13 @@ class Network:
         """The batch on the model's device and in its dtype; `DataError` for NaN, infinite or no input."""
         if len(batch) == 0:
             raise DataError("A batch holds no samples; expected at least one.")
+        if batch.by_name:
+            batch = self._with_its_arguments(batch)
 
         def move(tensor: Tensor) -> Tensor:
             dtype = self.input_dtype if tensor.is_floating_point() else None
-            copy_on_device = tensor.detach().to(device=self.device, dtype=dtype)
+            given = tensor if self.keeps_graph else tensor.detach()
+            copy_on_device = given.to(device=self.device, dtype=dtype)
             return copy_on_device.clone() if copy_on_device.is_inference() else copy_on_device
 
         prepared_batch = batch.map(move)
@@ -279,6 +285,19 @@ class Network:
                     ),
                 )
         return prepared_batch
+
+    def _with_its_arguments(self, batch: Batch) -> Batch:
+        """A mapping with `weights`: an argument of the model if its forward takes one of that name."""
+        parameters = inspect.signature(type(self.module).forward).parameters
+        if "weights" in parameters:
+            return replace(batch, kwargs={**batch.kwargs, "weights": batch.weights}, weights=None, by_name=False)
+        if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise DataError(
+                "A batch has 'weights', and the model takes any keyword, so they may be an argument of it or the "
+                "weights of the samples. Expected unpack=, a function from a batch to (args, kwargs, labels), or to "
+                "(args, kwargs, labels, weights) where samples are weighted."
+            )
+        return batch
 
     def logits(self, batch: Batch, values: Mapping[str, Tensor] | None = None) -> Float[Tensor, "B M"]:
         """g(x; θ) in the network's own dtype, with the parameters in `values` put in place of the model's own."""

@@ -16,6 +16,7 @@ from operator import add
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks, require_option, whole_number
@@ -31,9 +32,9 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, count_batches, kept_unpack
+from errbar._model.batch import Batch, Unpack, checked_weights, count_batches, kept_unpack
 from errbar._model.network import Network, Output, require_finite_logits
-from errbar._model.outputs import POSITIONS, kind_called
+from errbar._model.outputs import CLASSES, POSITIONS, kind_called
 from errbar._model.positions import IGNORE_INDEX, HeadNetwork, PositionsNetwork, label_shape_error
 from errbar._model.selection import Selection, listed, require_one_question
 from errbar._planning.choice import require_fits, structure_that_fits
@@ -61,6 +62,7 @@ def collect(
     unpack: Unpack | None = None,
     output: Output = None,
     outputs: str = "classes",
+    class_weights: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -70,7 +72,9 @@ def collect(
 ) -> Information:
     """One pass over `data`: their information about the selected parameters at the model's weights.
 
-    Labels are not needed; if batches have them, Σ ln f_y is summed as well, for `Posterior.log_evidence`.
+    Labels are not needed; if batches have them, Σ ln f_y is summed as well, for `Posterior.log_evidence`. Batches may
+    have a weight for each sample, as `weights` in a mapping or as a fourth value of `unpack`: a sample of weight w
+    counts like w of them, in Σ w_n J_nᵀ Λ_n J_n, `n_samples` and Σ w ln f_y.
 
     Args:
         model: a trained classifier that returns logits; never modified.
@@ -99,6 +103,8 @@ def collect(
             sigmoid each, with labels (B, L) of 0, 1 and −1 for a missing one, which then adds no information; or
             "positions", logits (B, T, M) of tokens or (B, M, H, W) of pixels, with a class number for each. Parameters
             that are not all in the layer that returns these logits need `fisher="sampled"`.
+        class_weights: a weight for each class, for networks that were trained by a loss with such weights: each sample
+            counts by that of its label, beside its own weight. It needs labels, here and in `update` and `forget`.
         checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
             other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
             file, with its number at the end of the name.
@@ -123,6 +129,7 @@ def collect(
         unpack=unpack,
         output=output,
         outputs=outputs,
+        class_weights=class_weights,
         checkpoint=checkpoint,
         every=every,
         positions=positions,
@@ -169,6 +176,7 @@ class Request:
     unpack: Unpack | None = None
     output: Output = None
     outputs: str = "classes"
+    class_weights: Any = None
     checkpoint: str | os.PathLike[str] | None = None
     every: int = DEFAULT_EVERY
     positions: float = 1.0
@@ -229,6 +237,7 @@ class Request:
                 batch_form=form,
                 scores=scores_of_positions(scores, positions, classes),
                 positions=positions,
+                class_weights=self._weights_of_classes(classes),
             )
             del inspection  # the graph behind it
             if task.structure == "auto":
@@ -246,6 +255,14 @@ class Request:
                 arguments={"fisher": (self.fisher, "sampled")},
             )
         return Positions(head, require_share(self.positions), self.seed, self._ignored())
+
+    def _weights_of_classes(self, classes: int) -> tuple[float, ...] | None:
+        if self.class_weights is not None and self.outputs != CLASSES.name:
+            raise ArgumentError(
+                f"class_weights are for one label of each sample, and outputs is {self.outputs!r}; expected weights of "
+                "the samples in the batches, or outputs='classes'."
+            )
+        return require_class_weights(self.class_weights, classes)
 
     def _ignored(self) -> int:
         number = whole_number(self.ignore_index)
@@ -329,7 +346,7 @@ def _summed_over(team: Team, own: Information) -> Information:
     likelihoods = [likelihood for count, likelihood, _ in parts if count > 0]
     all_seen = [None if part is None else Seen(*part) for _, _, part in parts]
     if not likelihoods:
-        raise DataError("The data are empty on all ranks: expected at least one batch.")
+        raise DataError("The data are empty on all ranks, or all weights are zero: expected at least one batch.")
     return replace(
         own,
         total=own.total.reduced([count > 0 for count in counts], team),
@@ -361,6 +378,10 @@ def accumulate(
     return information
 
 
+# Logits, labels and weights of what was added, if they are there.
+_Added = tuple[Float[Tensor, "R M"], Tensor | None, Float[Tensor, "R"] | None]
+
+
 class _Pass:
     """One pass over the data for one task, batch by batch."""
 
@@ -369,6 +390,9 @@ class _Pass:
         require_fits(task, structure)
         self.task, self.checks, self.count, self.seen = task, Checks(network.device), 0, SeenSoFar()
         self.n_positions = 0
+        # Samples that count for one each, and the weights of the others.
+        self.plain, self.mass = 0, torch.zeros((), dtype=torch.float64, device=network.device)
+        self.is_weighted = False
         self.likelihood: Tensor | None = torch.zeros((), dtype=torch.float64, device=network.device)
         scores = None if task.scores is None else task.scores.counting(repeats)
         with plain_execution(network.device):
@@ -378,31 +402,38 @@ class _Pass:
         network, checks = self.task.network, self.checks
         with plain_execution(network.device):
             prepared = network.prepare_whole(batch, checks)
+            weights = _sample_weights(self.task, prepared, checks)
+            prepared = replace(prepared, weights=weights)
             self.seen.add(prepared)
-            logits, labels = self._added(prepared)
+            logits, labels, factors = self._added(prepared)
             require_finite_logits(logits, checks)
             if self.likelihood is not None and labels is not None:
-                self.likelihood = self.likelihood + network.kind.log_likelihood(logits, labels).sum()
+                own = network.kind.log_likelihood(logits, labels)
+                self.likelihood = self.likelihood + (own.sum() if factors is None else (factors * own).sum())
             else:
                 self.likelihood = None
             self.count += len(batch)
+            if weights is None:
+                self.plain += len(batch)
+            else:
+                self.is_weighted, self.mass = True, self.mass + weights.sum()
 
-    def _added(self, batch: Batch) -> tuple[Float[Tensor, "R M"], Tensor | None]:
-        """Add a prepared batch: its logits and labels, as the kind of outputs reads them."""
+    def _added(self, batch: Batch) -> _Added:
+        """Add a prepared batch: its logits, labels as the kind of outputs reads them, and weights."""
         if self.task.positions is not None:
             return self._positions_added(batch, self.task.positions)
         labelled = self._with_labels(batch)
-        return self.accumulator.add_batch(labelled), labelled.labels
+        return self.accumulator.add_batch(labelled), labelled.labels, labelled.weights
 
-    def _positions_added(self, batch: Batch, positions: Positions) -> tuple[Float[Tensor, "R M"], Tensor | None]:
+    def _positions_added(self, batch: Batch, positions: Positions) -> _Added:
         """The same with the positions that count."""
         task, network = self.task, self.task.network
         if isinstance(network, HeadNetwork):
             rows = positions.rows(network, batch, task.n_classes)
             self.n_positions += len(rows)
             if not len(rows):
-                return torch.zeros(0, task.n_classes, device=network.device), rows.labels
-            return self.accumulator.add_batch(rows), rows.labels
+                return torch.zeros(0, task.n_classes, device=network.device), rows.labels, rows.weights
+            return self.accumulator.add_batch(rows), rows.labels, rows.weights
         assert isinstance(network, PositionsNetwork)
         flat = with_flat_labels(batch, task.n_classes, positions)
         logits = self.accumulator.add_batch(flat).reshape(-1, task.n_classes)
@@ -411,7 +442,8 @@ class _Pass:
         every = replace(positions, share=1.0)
         keep, labels, _ = every.counted(flat, (len(batch), len(logits) // len(batch)), task.n_classes)
         self.n_positions += int(keep.sum())
-        return logits[keep.flatten()], None if labels is None else labels[keep]
+        factors = None if batch.weights is None else batch.weights[:, None].expand(keep.shape)[keep]
+        return logits[keep.flatten()], None if labels is None else labels[keep], factors
 
     def _with_labels(self, prepared: Batch) -> Batch:
         """The batch with its labels as the kind of outputs reads them."""
@@ -443,10 +475,13 @@ class _Pass:
         if positions is not None and positions.head is not None and positions.share < 1:
             total = total * (1 / positions.share)
             likelihood = None if likelihood is None else likelihood / positions.share
+        n_samples = self.plain + float(self.mass) if self.is_weighted else self.plain
+        if n_samples == 0 and not may_be_empty:
+            raise DataError("All weights are zero: expected at least one sample that counts.")
         return Information(
             task=self.task,
             total=total,
-            n_samples=self.count,
+            n_samples=n_samples,
             log_likelihood=likelihood,
             seen=self.seen.finish(),
         )
@@ -480,3 +515,37 @@ def collect_several(
         begin = time.perf_counter()
         results.append((one.finish(), seconds[index] + time.perf_counter() - begin))
     return results
+
+
+def require_class_weights(weights: Any, classes: int) -> tuple[float, ...] | None:
+    """The weight of each class, checked; None if there are none."""
+    if weights is None:
+        return None
+    try:
+        values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.empty(0)
+    if values.shape != (classes,) or not bool((torch.isfinite(values) & (values >= 0)).all()) or not bool(values.any()):
+        raise ArgumentError(
+            f"class_weights are {str(weights)[:60]}; expected {classes} finite numbers of zero or more, one for each "
+            "class of the model, not all of them zero."
+        )
+    return tuple(values.tolist())
+
+
+def _sample_weights(task: Task, batch: Batch, checks: Checks) -> Float[Tensor, "B"] | None:
+    """w_n of each sample of a prepared batch: its own, times that of the class of its label; None where all are one."""
+    size, device = len(batch), task.network.device
+    own = None if batch.weights is None else checked_weights(batch.weights, size=size, device=device, checks=checks)
+    if task.class_weights is None:
+        return own
+    if batch.labels is None:
+        raise LabelError(
+            "class_weights weigh each sample by its label, and a batch has no labels; expected batches (x, labels), or "
+            "weights of the samples in place of class_weights."
+        )
+    labels = task.kind.labels_of(batch.labels, size=size, columns=task.n_classes, device=device, checks=checks)
+    # A label out of range is reported by `checks`; it must not stop the device before that.
+    by_class = torch.tensor(task.class_weights, dtype=torch.float64, device=device)
+    of_labels = by_class[labels.clamp(0, task.n_classes - 1)]
+    return of_labels if own is None else own * of_labels

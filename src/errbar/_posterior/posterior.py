@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base.checks import Checks
-from errbar._base.execution import plain_execution
+from errbar._base.execution import graph_execution, plain_execution
 from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
@@ -38,6 +38,7 @@ from errbar._distributions.sampling import (
     standard_normal,
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
+from errbar._model.fixed import FixedNetwork
 from errbar._model.network import Output, require_finite_logits, unwrap
 from errbar._model.outputs import CLASSES
 from errbar._model.positions import IGNORE_INDEX, HeadNetwork, with_shapes_of_model
@@ -138,25 +139,43 @@ class Posterior:
         """P in float64, without calibration."""
         return self.factor.covariance.clone()
 
-    def logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian | PositionLogits:
-        """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); `x` and `unpack` as in `predict`.
+    def logits(
+        self, x: Any, *, top: int | None = None, unpack: Unpack | None = None, differentiable: bool = False
+    ) -> LogitGaussian | PositionLogits:
+        """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); the arguments are as in `predict`.
 
         With `top`, of that many classes of each input alone, those with the largest means in falling order, which
         `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes; with
         softening at the cost of all classes, on which T(x) depends.
         """
         if self.information.task.positions is not None:
-            if top is not None:
+            if top is not None or differentiable:
                 raise ArgumentError(
-                    "top= picks classes of an input, and here every position has its own; leave it out."
+                    "top= and differentiable= are for one PMF of each input, and here every position has its own; "
+                    "leave them out."
                 )
             return self.position_logits(x, DRAWS, unpack=unpack)
+        if differentiable:
+            return self._logits_with_graph(x, top, unpack).rounded()
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
 
     def position_logits(self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None) -> PositionLogits:
         """N(ĝ/T(x), T_c P^g/T(x)²) of every position; behind the last layer by so many draws of the parameters."""
         task = self.information.task
         return logits_of_positions(task, self.factor, self.calibration, x, unpack, samples, seed)
+
+    def _logits_with_graph(self, x: Any, top: int | None, unpack: Unpack | None) -> LogitGaussian:
+        """`unrounded_logits` that lead back to the inputs, and not to the weights."""
+        task, device = self.information.task, self.information.task.network.device
+        task.require_no_positions()
+        if top is not None:
+            require_top(top, task.n_classes)
+        constant = replace(self, information=self.information.to(device, FixedNetwork(task.network)))
+        with graph_execution(device):
+            checks, batch = constant._prepared(x, unpack)
+            parts = list(constant._checked(batch, checks, top))
+            checks.finish()
+        return LogitGaussian.concatenated(parts).of_origin(self.fingerprint)
 
     def unrounded_logits(self, x: Any, *, top: int | None = None, unpack: Unpack | None = None) -> LogitGaussian:
         """`logits` with the covariance still in the dtype of products.
@@ -194,7 +213,14 @@ class Posterior:
         return joint.calibrated(self.calibration)
 
     def predict(
-        self, x: Any, samples: int = 1000, seed: int = 0, *, draws: str = "random", unpack: Unpack | None = None
+        self,
+        x: Any,
+        samples: int = 1000,
+        seed: int = 0,
+        *,
+        draws: str = "random",
+        unpack: Unpack | None = None,
+        differentiable: bool = False,
     ) -> Prediction:
         """The PMF of each input, with its error bars (eq:gmarg).
 
@@ -209,7 +235,15 @@ class Posterior:
             unpack: a function from a batch to (args, kwargs, labels), whose labels are ignored. Unless given, that of
                 the fit reads batches like those of the fit, and all lists and tuples, which may lack the labels at the
                 end. A tensor or a mapping of another form goes to the model as it is.
+            differentiable: keep the graph from `x`, one batch with a tensor that requires a gradient, to the mean, P^g,
+                PMF and all statistics of the samples. It takes memory for the inputs, logits and samples together, so
+                it is for a few inputs at a time; the samples are always of the logits, by P^g. The weights are
+                constants: gradients of them are neither computed nor left in the model.
         """
+        if differentiable:
+            gaussian = self._logits_with_graph(x, None, unpack)
+            with graph_execution(gaussian.mean.device):
+                return gaussian.predict(samples, seed, draws=draws)
         if self.information.task.positions is not None:
             return self.position_logits(x, samples, seed, unpack=unpack).predict(samples, seed, draws=draws)
         if draws == "random":
@@ -595,6 +629,7 @@ def fit(
     unpack: Unpack | None = None,
     output: Output = None,
     outputs: str = "classes",
+    class_weights: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = DEFAULT_EVERY,
     group: Any = None,
@@ -619,6 +654,7 @@ def fit(
         unpack=unpack,
         output=output,
         outputs=outputs,
+        class_weights=class_weights,
         checkpoint=checkpoint,
         every=every,
         positions=positions,

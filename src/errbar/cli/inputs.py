@@ -20,6 +20,7 @@ from errbar.errors import ArgumentError, FileError
 TRAINING = ("train",)
 HELD_OUT = ("validation", "valid", "val", "calibration")
 NEW = ("test",)
+POOL = ("pool", "unlabelled")
 
 _KINDS = "an .npz or .parquet file, a folder of pictures, or package.module:callable"
 

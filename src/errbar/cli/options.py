@@ -22,6 +22,7 @@ PrecisionName = Literal["model", "float64"]
 ObjectiveName = Literal["nll", "brier", "ece"]
 ScaleName = Literal["temperature", "covariance-scale"]
 SuspicionName = Literal["label-suspicion", "mutual-information", "contrast-variance"]
+AcquisitionName = Literal["information", "mutual-information", "entropy", "margin", "random"]
 DrawsName = Literal["random", "antithetic", "sobol"]
 
 

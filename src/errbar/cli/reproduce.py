@@ -15,7 +15,8 @@ def reproduce(
         str,
         typer.Argument(
             metavar="NAME",
-            help="mnist, cifar10, gtsrb, digits, resnet20, resnet32; fusion-mnist, …, fusion-resnets, frames-mnist, ….",
+            help="mnist, cifar10, gtsrb, digits, resnet20, resnet32; fusion-mnist, …, fusion-resnets, frames-mnist, …; "
+            "acquire-mnist, ….",
         ),
     ],
     data: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from errbar._base.atomic import write_file
-from errbar.experiments import figures, tables
+from errbar.experiments import acquiring, figures, tables
 from errbar.experiments.fusions import NAMES, fusions
 from errbar.experiments.pretrained import DEPTHS, pretrained
 from errbar.experiments.reproduce import reproduce
@@ -34,6 +35,7 @@ _SHOWN = (
     "chosen",
     "tracks",
     "change",
+    "acquisition",
 )
 
 _WIDTH = 79
@@ -53,8 +55,7 @@ def run(
 ) -> dict[str, Any]:
     """Compute, then print the tables (unless `quiet`) and draw the figures; returns tables and files by name."""
     options = RunOptions(experiment, data, output, seeds, quick, device, progress, only)
-    compute = pretrained if experiment in DEPTHS else fusions if experiment in NAMES else reproduce
-    result = compute(options)
+    result = _computation(experiment)(options)
     console = Console(highlight=False, quiet=quiet)
     results = {name: tables.TABLES[name](result) for name in tables.available(result)}
     for name in _SHOWN:
@@ -70,6 +71,12 @@ def run(
     console.print(f"Written: {path}\nAll tables, with deviations and intervals: {page}")
     table_values = {name: {"headings": t.headings, "rows": t.rows} for name, t in results.items()}
     return {"experiment": experiment, "result": path, "page": page, "figures": figure_paths, "tables": table_values}
+
+
+def _computation(experiment: str) -> Callable[[RunOptions], dict[str, Any]]:
+    if experiment in acquiring.NAMES:
+        return acquiring.acquisitions
+    return pretrained if experiment in DEPTHS else fusions if experiment in NAMES else reproduce
 
 
 def _compact(table: tables.Table) -> Printed:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from errbar import LogitGaussian, plots
 from errbar.errors import DataError
+from errbar.experiments import acquiring
 from errbar.experiments import figure_values as values
+from errbar.experiments.evaluation import paired
 from errbar.experiments.figure_values import Result
 from errbar.plots import BLUE, GREY, INK, ORANGE, VERMILION, Style
 from errbar.plots.curves import DASHED, DASHES, SMALL, TEXT, key_below, key_height, new_figure, plain, write_figure
@@ -327,6 +329,31 @@ def fusion(result: Result) -> Figure | None:
     return figure
 
 
+def acquisition(result: Result) -> Figure | None:
+    """Accuracy against the number of labels: the mean over the runs, with its 95 % interval as a band."""
+    runs = result["runs"]
+    if not runs or "acquired" not in runs[0]:
+        return None
+    labels = runs[0]["acquired"]["labels"]
+    curves = {rule.replace("_", " "): found["accuracy"] for rule, found in acquiring.summary(runs).items()}
+    looks = plots.styles(curves)
+    figure = new_figure((PAGE, 3.2 + key_height(curves, PAGE)))
+    ax = figure.subplots()
+    for name, each in curves.items():
+        columns = list(zip(*each, strict=True))
+        middle = [sum(column) / len(column) for column in columns]
+        ax.plot(labels, middle, label=name, **looks[name].line())
+        if len(each) > 1:
+            bounds = [paired(column, [0.0] * len(column))["interval"] for column in columns]
+            low, high = zip(*bounds, strict=True)
+            ax.fill_between(labels, low, high, color=looks[name].color, alpha=0.12, linewidth=0)
+    ax.set_xlabel("labels", fontsize=TEXT)
+    ax.set_ylabel(_LABELS["accuracy"], fontsize=TEXT)
+    plain(ax)
+    key_below(figure, curves, looks)
+    return figure
+
+
 def _frame_ticks(frames: Sequence[int]) -> list[int]:
     """The first frame and round numbers, at most eight in all."""
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, len(frames)) if len(frames) <= 7 * step)
@@ -373,4 +400,5 @@ FIGURES: dict[str, Callable[[Result], Figure | None]] = {
     "risk-coverage": risk_coverage,
     "covariance-scale": covariance_scale,
     "fusion": fusion,
+    "acquisition": acquisition,
 }

@@ -169,7 +169,8 @@ def build(name: str, folder: Path | None, *, quick: bool, device: torch.device) 
     if name not in BUILDERS:
         raise ArgumentError(
             f"There is no experiment {name!r}; expected {', '.join(BUILDERS)}, resnet20 or "
-            "resnet32, or for fusion alone fusion-mnist and so on, fusion-resnets or frames-mnist and so on."
+            "resnet32, or for fusion alone fusion-mnist and so on, fusion-resnets or frames-mnist and so on, or for "
+            "the choice of labels acquire-mnist and so on."
         )
     if folder is None and name != "digits":
         raise ArgumentError(f"The experiment {name} needs its data: give the folder that holds them with --data.")

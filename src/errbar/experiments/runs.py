@@ -16,7 +16,15 @@ from errbar._base.atomic import write_file
 from errbar.errors import ArgumentError
 from errbar.experiments.problem import Problem
 
-SEEDS = {"mnist": 5, "cifar10": 3, "gtsrb": 3, "digits": 5}
+SEEDS = {
+    "mnist": 5,
+    "cifar10": 3,
+    "gtsrb": 3,
+    "digits": 5,
+    "acquire-mnist": 5,
+    "acquire-cifar10": 5,
+    "acquire-digits": 5,
+}
 
 
 @dataclass(frozen=True)

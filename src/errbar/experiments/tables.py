@@ -17,6 +17,7 @@ from typing import Any
 
 from errbar._base.atomic import write_file
 from errbar.errors import ArgumentError
+from errbar.experiments import acquiring
 from errbar.experiments.automatic import differences
 from errbar.experiments.evaluation import paired
 from errbar.experiments.fusing import FUSED
@@ -395,6 +396,20 @@ def change_table(result: Result) -> Table:
     return Table("An object that changes within the track", ("measure", "mean ± deviation over the runs"), tuple(rows))
 
 
+def acquisition_table(result: Result) -> Table:
+    """Accuracy after some rounds by each rule, and its mean over the rounds less that of random choice."""
+    labels, rounds = result["runs"][0]["acquired"]["labels"], len(result["runs"][0]["acquired"]["labels"]) - 1
+    shown = sorted({1, rounds // 4, rounds // 2, rounds} - {0})
+    rows = []
+    for rule, found in acquiring.summary(result["runs"]).items():
+        cells = (mean_and_deviation([own[number] for own in found["accuracy"]], ".2f") for number in shown)
+        mean, interval = found["minus_random"]["mean"], found["minus_random"]["interval"]
+        inside = "" if interval is None else f" [{interval[0]:+.2f}, {interval[1]:+.2f}]"
+        rows.append((rule.replace("_", " "), *cells, "" if rule == "random" else f"{mean:+.2f}{inside}"))
+    headings = ("rule", *(f"{labels[number]} labels" for number in shown), "mean over the rounds, minus random")
+    return Table("Accuracy %, by the rule that chose the labels", headings, tuple(rows))
+
+
 def _difference(found: Mapping[str, Any], first: str, other: str, form: str) -> str:
     if first == other:
         return ""
@@ -420,6 +435,7 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "chosen": chosen_table,
     "tracks": track_table,
     "change": change_table,
+    "acquisition": acquisition_table,
 }
 
 
@@ -433,6 +449,7 @@ def available(result: Result) -> list[str]:
         "retraining": "cleaning",
         **dict.fromkeys(("fused", "chosen"), "cases"),
         **dict.fromkeys(("tracks", "change"), "frames"),
+        "acquisition": "acquired",
     }
     # That of `autofit` is of all experiments together.
     return [name for name in TABLES if name in needs and run.get(needs[name])]
