@@ -390,7 +390,7 @@ def _checked(pmf: Any, labels: Any) -> tuple[Float[Tensor, "N M"], Int[Tensor, "
 def _by_position(pmf: Any, labels: Any) -> tuple[Any, Any]:
     """PMFs of tokens (B, T, M) or pixels (B, H, W, M) as rows, with their labels, of those that have a label."""
     inner = getattr(pmf, "pmf", pmf)
-    if getattr(inner, "ndim", 2) not in (3, 4):
+    if getattr(inner, "ndim", 2) not in (3, 4) or getattr(labels, "ndim", 1) < 2:
         return pmf, labels
     rows = _numbers(inner).flatten(0, -2)
     truth = torch.as_tensor(labels).detach().cpu()

@@ -20,8 +20,7 @@ from errbar._base import linalg
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._base.memory import require_memory
-from errbar._curvature.fisher import Fisher
-from errbar._curvature.lowrank import fisher_columns
+from errbar._curvature.fisher import Fisher, LogitWeights
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
 from errbar._derivative.layers import LinearLayer, SharedTerm, Spans, gathered
@@ -109,7 +108,7 @@ class Conditioned:
     def _gains(self, batch: Batch, checks: Checks) -> Float[Tensor, "b"]:
         mean, covariance, pushed = self._moments(batch)
         require_finite_logits(mean, checks)
-        root = fisher_columns(mean, self.fisher)
+        root = LogitWeights(mean, self.fisher).thin_root()
         half = root.mT @ pushed.double()
         inner = root.mT @ covariance.double() @ root - half @ half.mT
         values, _ = linalg.eigenvectors(inner, name="The covariances of the logits")
@@ -149,7 +148,7 @@ class Conditioned:
             ((mean, derivative),) = structure.derivatives(part, batch, self._seeds(part.structure))
             spans.put_(whole, derivative.to(part.dtype).jacobian()[0].double())
         assert mean is not None
-        return fisher_columns(mean, self.fisher)[0].mT @ whole
+        return LogitWeights(mean, self.fisher).thin_root()[0].mT @ whole
 
     def _seeds(self, structure: str) -> _EveryClass | None:
         return _EveryClass(self.task.n_classes) if structure == "lowrank" else None
