@@ -83,6 +83,12 @@ class LogitGaussian:
         """The mean variance of the M−1 contrasts: tr(P^g − mean)/(M−1), the part that softmax can see."""
         return self.form.contrast_variance()
 
+    def __repr__(self) -> str:
+        inputs, classes = self.mean.shape
+        kind = "classes" if self.classes is None else "classes chosen for each"
+        about = f"{str(self.mean.dtype).removeprefix('torch.')} on {self.mean.device}"
+        return f"LogitGaussian: {inputs:,} input{'s' * (inputs != 1)}, {classes:,} {kind}, {about}"
+
     def __len__(self) -> int:
         return len(self.mean)
 
@@ -175,6 +181,10 @@ class JointLogits:
         form = covariance if isinstance(covariance, JointCovariance) else _checked_joint_covariance(mean, covariance)
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "form", form)
+
+    def __repr__(self) -> str:
+        frames, classes = self.mean.shape
+        return f"JointLogits: {frames:,} frame{'s' * (frames != 1)} of {classes:,} classes, on {self.mean.device}"
 
     def __len__(self) -> int:
         return len(self.mean)

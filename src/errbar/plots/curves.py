@@ -259,7 +259,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
             f"Figures need matplotlib, which is not installed: {how_to_install('plots')}."
         ) from missing
 
-    class Settled(ConstrainedLayoutEngine):  # type: ignore[misc]
+    class Settled(ConstrainedLayoutEngine):
         """Measures again where the panels have come to lie, until they stay there.
 
         Constrained layout makes room for what it measures at the former places. Panels of a fixed shape are smaller
