@@ -42,7 +42,7 @@ def test_the_example_of_the_readme_prints_what_it_says(
         exec(compile(example, "README.md", "exec"), names)
     assert pages.same(shown, capsys.readouterr().out)
     # The story: what the network alone says of the second point.
-    says = 100 * float(names["model"](torch.tensor([[4.0, 4.0]]).double()).softmax(1).max())
+    says = 100 * float(names["model"](torch.tensor([[4.0, 4.0]]).double()).softmax(1).detach().max())
     mean, deviation = re.findall(r"(0\.\d+) ± (0\.\d+)", shown)[1]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f'says "{says:.0f} %"' in readme

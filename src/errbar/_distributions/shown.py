@@ -1,21 +1,21 @@
-"""Predictions as a person reads them: five lines of text, bars in a notebook, a table of pandas."""
+"""Predictions as a person reads them: five lines of text, bars in a notebook, a table of pandas.
+
+A prediction is `Any` here, because `prediction.py` imports this module.
+"""
 
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from errbar.errors import MissingExtraError, how_to_install
-
-if TYPE_CHECKING:
-    from errbar._distributions.prediction import Prediction
 
 # Inputs in the text and in a notebook, and the classes of each there: the most probable ones.
 _LINES, _ROWS, _CLASSES = 3, 8, 4
 _BAR, _MARK, _TRACK = "#0072B2", "#262626", "#E3E6EA"
 
 
-def text_of(prediction: Prediction) -> str:
+def text_of(prediction: Any) -> str:
     """How much there is, and the most likely class of the first inputs with its standard deviation and interval."""
     opening = _opening(prediction)
     head = prediction[:_LINES]
@@ -32,7 +32,7 @@ def text_of(prediction: Prediction) -> str:
     return "\n".join([opening, *lines])
 
 
-def html_of(prediction: Prediction) -> str:
+def html_of(prediction: Any) -> str:
     """The most probable classes of the first inputs, each with a bar, and a line for its interval."""
     head = prediction[:_ROWS]
     lines = []
@@ -58,7 +58,7 @@ def html_of(prediction: Prediction) -> str:
     return f"<p>{html.escape(_opening(prediction))}</p>{table}{more}"
 
 
-def frame_of(prediction: Prediction, level: float) -> Any:
+def frame_of(prediction: Any, level: float) -> Any:
     """The columns that `Prediction.to_pandas` describes."""
     try:
         import pandas
@@ -80,7 +80,7 @@ def frame_of(prediction: Prediction, level: float) -> Any:
     return pandas.DataFrame({name: values.detach().cpu().numpy() for name, values in columns.items()})
 
 
-def _opening(prediction: Prediction) -> str:
+def _opening(prediction: Any) -> str:
     inputs, sampler = len(prediction), prediction.sampler
     noun = "input" if inputs == 1 else "inputs"
     return f"Prediction: {inputs:,} {noun}, {sampler.classes:,} classes, {sampler.samples:,} samples"
