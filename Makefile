@@ -88,10 +88,11 @@ bench: $(BENCH)/.installed
 	$(if $(DATA),$(BENCH)/bin/python bench/ridge.py --data $(DATA))
 	$(if $(DATA),$(BENCH)/bin/python bench/foreign.py --data $(DATA))
 
-# The tables of docs/results.md, from the files that `errbar reproduce` wrote.
+# The tables of the pages in docs/results, from the files that `errbar reproduce` wrote.
 results: setup
 	$(BIN)/python -c 'from pathlib import Path; from errbar.experiments.tables import refresh; \
-		refresh(Path("docs/results.md"), Path("docs/results"))'
+		folder = Path("docs/results"); pages = (folder.with_suffix(".md"), *folder.glob("*.md")); \
+		[refresh(page, folder) for page in pages]'
 
 clean:
 	rm -rf $(VENV) $(BENCH) $(OUT) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """How often the interval of `metrics.ece_interval` contains the population's ECE, and how wide it is, by simulation.
 
-`python bench/ece_interval.py [--simulations 500] [--processes 2]` prints the table of `docs/results.md`.
+`python bench/ece_interval.py [--simulations 500] [--processes 2]` prints the table of `docs/results/coverage.md`.
 
 Confidences are drawn, and labels are right with the confidence plus the gap of the bin, so the population's ECE
 Σ_j w_j |gap_j| is known. The width is relative to the central 95 % of the plug-in ECE of such data.

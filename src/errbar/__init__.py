@@ -192,6 +192,6 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """All that is here, with those modules whose packages are installed."""
+    """What is public, with those modules whose packages are installed: what tab completion should offer."""
     modules = [name for name, needs in _MODULES.items() if not needs or any(map(_find_spec, needs))]
-    return sorted({*globals(), *_MODULE_OF, *modules})
+    return sorted({*__all__, *modules, "errors"})

@@ -97,7 +97,7 @@ def ece_interval(
     By test inversion with binomial bins (`_base.ece_limits` has the rules): a value is inside if an ECE like that of
     these data is not a surprise where it is true, by `resamples` sets of labels drawn under it. The ECE itself is above
     what it estimates, by about the noise of its bins; so the interval reaches further down than up, and begins at 0
-    where the labels could come from the PMF. Its coverage by simulation is in `docs/results.md`.
+    where the labels could come from the PMF. Its coverage by simulation is in `docs/results/coverage.md`.
     """
     if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
         raise ArgumentError(f"level is {level!r}; expected a number between 0 and 1, such as 0.95.")

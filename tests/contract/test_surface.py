@@ -305,6 +305,12 @@ def test_importing_the_package_needs_no_extra() -> None:
     assert run.stdout.strip() == "[]"
 
 
+def test_tab_completion_offers_what_is_public() -> None:
+    offered = set(dir(errbar))
+    assert offered >= PUBLIC
+    assert offered - PUBLIC <= {"__version__", "errors", "lightning", "plots", "report", "sklearn"}
+
+
 @pytest.mark.parametrize("name", ["lightning", "plots", "report", "sklearn"])
 def test_modules_that_need_more_are_attributes_that_are_imported_when_used(name: str) -> None:
     """As the README writes them, after a mere `import errbar`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +16,77 @@ import pytest
 import torch
 
 from places import ROOT
-from processes import environment
+from processes import environment, service_process
+
+sys.path.insert(0, str(ROOT / "website"))
+
+import pages
 
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
 
 
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks_of(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_example_of_the_readme_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The opening of the site has the same example."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    (example,), (shown,) = (blocks_of(ROOT / "README.md", language) for language in ("python", "text"))
+    assert len([line for line in example.splitlines() if line]) <= 5
+    names: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        names: dict[str, object] = {}
         exec(compile(example, "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert printed.count("tensor(") == 5
-    assert "nan" not in printed
+    assert pages.same(shown, capsys.readouterr().out)
+    # The story: what the network alone says of the second point.
+    says = 100 * float(names["model"](torch.tensor([[4.0, 4.0]]).double()).softmax(1).detach().max())
+    mean, deviation = re.findall(r"(0\.\d+) ± (0\.\d+)", shown)[1]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f'says "{says:.0f} %"' in readme
+    assert f"**{100 * float(mean):.0f} ± {100 * float(deviation):.0f} %**" in readme
+    opening = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for part in (example, shown, f'says "{says:.0f} %"'):
+        assert part in opening
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
+
+
+def test_the_request_of_the_command_line_page_is_one_that_the_service_takes() -> None:
+    pytest.importorskip("fastapi", reason="the service is errbar[serve]")
+    (request,) = (block for block in blocks_of(ROOT / "docs" / "command-line.md", "sh") if block.startswith("curl"))
+    show = 'curl() { for last; do :; done; printf %s "$last"; }\n'
+    said = subprocess.run(["sh", "-e", "-c", show + request], capture_output=True, text=True, check=True)
+    body = json.loads(said.stdout)
+    assert [len(one) for one in body["inputs"]] == [64]
+    assert set(body) == {"inputs", "risk"}
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_in_an_empty_folder(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    (script,) = (block for block in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "errbar predict" in block)
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+    (script,) = blocks_of(ROOT / "README.md", "sh")
+    install, *commands = [line.partition("#")[0].split() for line in script.splitlines()]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert install == ["pip", "install", f"'.[{','.join(name for name in extras if name in ('demo', 'serve'))}]'"]
+    assert [command[:2] for command in commands] == [["errbar", "demo"], ["errbar", "serve"]]
+    run = [sys.executable, "-m", *commands[0]]
+    subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, timeout=900, check=True)
+    assert list(tmp_path.rglob("reliability.png"))
+    with service_process(tmp_path) as (_, said):
+        (request,) = (block for block in blocks_of(ROOT / "docs" / "command-line.md", "sh") if "curl" in block)
+        ask = ["sh", "-e", "-c", request.replace("http://", "").replace("localhost:8000", said["url"])]
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
+        assert len(json.loads(answer.stdout)["predictions"][0]["pmf"]) == 10
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_command_line_page_run_in_an_empty_folder(tmp_path: Path) -> None:
+    blocks = blocks_of(ROOT / "docs" / "command-line.md", "sh")
+    (script,) = (block for block in blocks if "errbar predict" in block)
     programs, folder = tmp_path / "programs", tmp_path / "folder"
     programs.mkdir(), folder.mkdir()
     # These commands as an installed package has them, for whatever Python runs the tests.
@@ -49,6 +102,9 @@ def test_the_commands_of_the_readme_run_in_an_empty_folder(tmp_path: Path) -> No
     assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 897
     assert (folder / "both.safetensors").exists()
     assert len((folder / "together.csv").read_text().splitlines()) == 1 + 897
+    (serve,) = (block for block in blocks if block.startswith("errbar serve calibrated"))
+    with service_process(folder, *shlex.split(serve)[2:]) as (_, said):
+        assert said["posteriors"] == ["calibrated"]
 
 
 def test_every_test_that_the_equations_name_exists() -> None:
@@ -73,7 +129,7 @@ def test_every_function_that_a_document_names_exists(document: str) -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"

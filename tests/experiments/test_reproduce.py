@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +150,15 @@ def test_the_softening_is_a_column_where_it_was_fitted(softening: float, heading
         assert table.rows[1][3].startswith("0.25 ± ")
 
 
-def test_the_results_page_shows_the_result_files() -> None:
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    results = {
-        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "docs/results").glob("*.json")
-    }
-    assert tables.fill(page, results) == page
+def test_the_results_pages_show_the_result_files() -> None:
+    folder, shown = ROOT / "docs" / "results", set()
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    for path in (folder.with_suffix(".md"), *folder.glob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        assert tables.fill(page, results) == page, path
+        shown |= set(re.findall(r"<!-- table: (\S+) ", page))
+    # Coverage has a table that was written by hand.
+    assert shown == set(results) - {"coverage"}
 
 
 def test_an_unknown_experiment_and_missing_data_are_said_in_a_sentence(tmp_path: Path) -> None:

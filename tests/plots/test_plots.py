@@ -79,6 +79,60 @@ def test_a_grid_holds_every_method_and_one_key(methods: int) -> None:
     figure.draw_without_rendering()
 
 
+def _calibrated(count: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    pmf = torch.rand(count, 3, generator=draws, dtype=torch.float64).pow(3)
+    return pmf / pmf.sum(1, keepdim=True), torch.arange(count) % 3
+
+
+_LONG = "(vi) proposed, $T_c$ by NLL, all layers, number"
+
+
+def _grid(methods: int, columns: int, name: str) -> Figure:
+    pmf, labels = _calibrated(200)
+    return plots.reliability_grid({f"{name} {n}": pmf for n in range(methods)}, labels, columns=columns)
+
+
+def _illustrated(names: list[str] | None) -> Figure:
+    mean = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gaussian = LogitGaussian(mean, torch.eye(4, dtype=torch.float64).expand(2, 4, 4))
+    titles = ["labelled 3", "labelled as a class of a long name"]
+    return plots.figure_one(torch.rand(2, 8, 8), gaussian, gaussian.predict(), titles=titles, names=names)
+
+
+DRAWINGS: dict[str, Callable[[], Any]] = {
+    "one method": lambda: _grid(1, 4, "m"),
+    "two methods": lambda: _grid(2, 4, _LONG),
+    "a full row": lambda: _grid(4, 4, "m"),
+    "an empty place": lambda: _grid(3, 2, _LONG),
+    "one diagram": lambda: plots.reliability(*_calibrated(200), title=_LONG),
+    "pictures": lambda: _illustrated(None),
+    "pictures with names": lambda: _illustrated([f"a class of a long name {n}" for n in range(4)]),
+    "roc": lambda: plots.roc({f"{_LONG} {n}": ([0, 0.5, 1], [0, 0.8, 1]) for n in range(3)}),
+    "risk": lambda: plots.risk_coverage({f"m{n}": ([0.1, 1], [0, 0.1]) for n in range(12)}),
+    "shift": lambda: plots.shift([0, 1, 2], {_LONG: torch.ones(2, 3)}, kind="rotation", measure="NLL"),
+    "ellipse": lambda: plots.logit_ellipse(LogitGaussian(torch.zeros(1, 3), torch.eye(3)[None]), classes=(0, 1)),
+    "choice": lambda: plots.choice(_choice(0)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS)
+def test_nothing_that_is_drawn_touches_the_border(draw: Callable[[], Any]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn = draw()
+    figure = drawn if isinstance(drawn, Figure) else drawn.figure
+    figure.set_dpi(72)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).reshape(
+        *canvas.get_width_height()[::-1], 4
+    )[:, :, :3]
+    assert int(pixels.min()) < 128  # something is drawn
+    for border in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert int(border.min()) == 255
+
+
 def test_a_grid_of_nothing_is_refused() -> None:
     with pytest.raises(ArgumentError, match="nothing to draw"):
         plots.reliability_grid({}, torch.tensor([0]))

@@ -356,12 +356,12 @@ OVER, UNDER, NEITHER = Estimate(0.05, 0.03, 0.07), Estimate(-0.04, -0.06, -0.02)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (OVER, NEITHER, "over-confident by 5.0 percentage points; with error bars it is neither"),
+        (OVER, NEITHER, "over-confident by 5.0 percentage points; with error bars it shows no sign"),
         (OVER, OVER, "over-confident by 5.0 percentage points; with error bars still by 5.0 percentage points."),
         (OVER, UNDER, "over-confident by 5.0 percentage points; with error bars it is under-confident by 4.0"),
-        (UNDER, NEITHER, "under-confident by 4.0 percentage points; with error bars it is neither"),
-        (NEITHER, UNDER, "well calibrated on average; with error bars it is under-confident by 4.0"),
-        (NEITHER, NEITHER, "Well calibrated on average"),
+        (UNDER, NEITHER, "under-confident by 4.0 percentage points; with error bars it shows no sign"),
+        (NEITHER, UNDER, "shows no sign of over- or under-confidence; with error bars it is under-confident by 4.0"),
+        (NEITHER, NEITHER, "No sign of over- or under-confidence on average"),
     ],
 )
 def test_the_headline_says_which_way_and_how_far(before: Estimate, after: Estimate, expected: str) -> None:

@@ -98,6 +98,12 @@ class LogitGaussian:
         """
         return self.form.contrast_variance() if self.kind.has_gauge else self.variance / 2
 
+    def __repr__(self) -> str:
+        inputs, classes = self.mean.shape
+        kind = "classes" if self.classes is None else "classes chosen for each"
+        about = f"{str(self.mean.dtype).removeprefix('torch.')} on {self.mean.device}"
+        return f"LogitGaussian: {inputs:,} input{'s' * (inputs != 1)}, {classes:,} {kind}, {about}"
+
     def __len__(self) -> int:
         return len(self.mean)
 
@@ -215,6 +221,10 @@ class JointLogits:
         form = covariance if isinstance(covariance, JointCovariance) else _checked_joint_covariance(mean, covariance)
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "form", form)
+
+    def __repr__(self) -> str:
+        frames, classes = self.mean.shape
+        return f"JointLogits: {frames:,} frame{'s' * (frames != 1)} of {classes:,} classes, on {self.mean.device}"
 
     def __len__(self) -> int:
         return len(self.mean)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +22,7 @@ from errbar._distributions.sampling import (
     mean_over_draws,
     over_blocks,
 )
+from errbar._distributions.shown import frame_of, html_of, text_of
 from errbar.errors import ArgumentError
 
 # Sobol sequences that the Monte Carlo error is estimated from: its relative error is 1/√30.
@@ -43,6 +46,55 @@ class Prediction:
 
     def __len__(self) -> int:
         return self.sampler.rows
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> Prediction:
+        """The prediction of some inputs: a slice, a mask, positions, or one position, as a batch of one."""
+        chosen = self._checked_rows(rows)
+        return Prediction(self.pmf[chosen], self.sampler.chosen(chosen), self.jitter)
+
+    def __iter__(self) -> Iterator[Prediction]:
+        """Input by input, each as a batch of one."""
+        return (self[row : row + 1] for row in range(len(self)))
+
+    def _checked_rows(self, rows: Any) -> slice | Tensor:
+        count = len(self)
+        if isinstance(rows, slice):
+            # Tensors take no negative steps.
+            return torch.arange(count, device=self.pmf.device)[[*range(*rows.indices(count))]]
+        try:
+            given = torch.as_tensor(rows, device=self.pmf.device)
+        except (TypeError, ValueError, RuntimeError):
+            given = self.pmf.new_empty(())
+        if given.numel() == 0 and given.ndim == 1 and given.dtype != torch.bool:
+            return given.long()  # an empty list has no dtype of its own
+        if given.dtype == torch.bool:
+            fits = given.shape == (count,)
+        elif given.is_floating_point() or given.is_complex() or given.ndim > 1:
+            fits = False
+        else:
+            given = given.long().reshape(-1)
+            fits = bool(((given >= -count) & (given < count)).all())
+        if not fits:
+            shown = " ".join(str(rows).split())[:60]
+            raise ArgumentError(
+                f"A prediction of {count} inputs was indexed with {shown}; expected a slice, a whole number "
+                f"from {-count} to {count - 1}, several of these, or a mask of {count} truth values."
+            )
+        return given
+
+    def __repr__(self) -> str:
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+    def to_pandas(self, level: float = 0.95) -> Any:
+        """A `pandas.DataFrame` with a row for each input; needs pandas.
+
+        Columns: `label`, `confidence`, `entropy` and `mutual_information`, and of each class m `pmf_m`, `std_m`, and
+        the ends `lower_m` and `upper_m` of its interval at `level`.
+        """
+        return frame_of(self, level)
 
     @cached_property
     def covariance(self) -> Float[Tensor, "B M M"]:

@@ -149,6 +149,10 @@ class Sampler(Protocol):
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]: ...
 
+    def chosen(self, rows: slice | Tensor) -> Sampler:
+        """The samples of some rows, whose draws stay the same."""
+        ...
+
 
 @runtime_checkable
 class Replicable(Protocol):
@@ -227,6 +231,9 @@ class GaussianSampler:
         deviations = torch.addcmul(-low[:, :, None], exponentials, weights, out=exponentials)
         return low + deviations.sum(2) / self.samples
 
+    def chosen(self, rows: slice | Tensor) -> GaussianSampler:
+        return replace(self, mean=self.mean[rows], root=replace(self.root, values=self.root.values[rows]))
+
     def replicates(self, count: int) -> Iterator[GaussianSampler]:
         """The same with other draws, which follow from the seed."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -272,6 +279,9 @@ class GivenSampler:
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
         return self.values[start:stop].mean(2, dtype=torch.float64).to(self.values.dtype)
+
+    def chosen(self, rows: slice | Tensor) -> GivenSampler:
+        return GivenSampler(self.values[rows])
 
 
 def _mean_with_graph(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:

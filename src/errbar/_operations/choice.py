@@ -145,6 +145,9 @@ class Choice:
     def __str__(self) -> str:
         return table_of(self)
 
+    def __repr__(self) -> str:
+        return f"Choice: {self.reason}\n{self.posterior!r}"
+
     def save(
         self, path: str | os.PathLike[str], *, factors: bool = False, classes: Sequence[str] | None = None
     ) -> None:

@@ -117,6 +117,12 @@ class FusedClassifier:
     def __str__(self) -> str:
         return described(self)
 
+    def __repr__(self) -> str:
+        return (
+            f"FusedClassifier: {len(self)} networks of {self.n_classes:,} classes, "
+            f"T {self.temperature:.2g}, q {self.covariance_scale:.2g}"
+        )
+
     def logits(
         self, x: Any = None, *, each: Sequence[Any] | None = None, unpack: Unpack | None = None
     ) -> LogitGaussian:

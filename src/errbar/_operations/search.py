@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base.optimise import Slopes, quasi_newton, turning_point
+from errbar._base.threads import one_thread
 from errbar._distributions.calibration import Calibration
 from errbar._operations.ece_search import distinct, least_ece, least_ece_near
 from errbar._operations.held_out import HeldOut
@@ -94,6 +95,20 @@ def best_calibration(
     most: float | None = None,
 ) -> tuple[Calibration, list[str]]:
     """The best values, and the texts of warnings; `most` is the most that may be given away for the sake of T_c."""
+    # Each trial is many short steps over one block of numbers after the other.
+    with one_thread(held_out.mean.numel() * samples, held_out.mean.device):
+        return _best(held_out, objective, names, start, samples, seed, most)
+
+
+def _best(
+    held_out: HeldOut,
+    objective: Objective,
+    names: tuple[str, ...],
+    start: Calibration,
+    samples: int,
+    seed: int,
+    most: float | None,
+) -> tuple[Calibration, list[str]]:
     if most is None:
         most = LITTLE if "softening" in names else NEGLIGIBLE_NATS
     question = Question(held_out, objective, names, start, held_out.draws(samples, seed), most)
@@ -117,6 +132,13 @@ def calibration_near(
     """
     if near.softening == 0:
         names = tuple(name for name in names if name != "softening")
+    with one_thread(held_out.mean.numel() * samples, held_out.mean.device):
+        return _near(held_out, names, near, samples, seed, slides)
+
+
+def _near(
+    held_out: HeldOut, names: tuple[str, ...], near: Calibration, samples: int, seed: int, slides: bool
+) -> Calibration:
     start = Calibration(1.0, 0.0)
     question = Question(held_out, OBJECTIVES["nll"], names, start, held_out.draws(samples, seed), LITTLE)
     rest = tuple(name for name in names if name != "softening")

@@ -7,7 +7,7 @@ Contrasts of the logits, in float64, in information form:
 with P_c = P^g(x_c), or P^g(x_c) + Σ_e with `noise`. So a track takes the same memory and time per frame however long
 it is. With λ = 1 and without noise this is `errbar.fuse` of the frames: precision weighting as if each frame had
 parameters of its own. Frames share them, and `fuse_frames` takes that into account; but it attributes every difference
-between frames to the parameters too, and loses to this wherever pictures differ by themselves (docs/results.md).
+between frames to the parameters too, and loses to this wherever pictures differ by themselves (docs/results/mnist.md).
 """
 
 from __future__ import annotations

@@ -85,6 +85,19 @@ class Information:
         """The information matrix, float64."""
         return self.total.dense()
 
+    def __repr__(self) -> str:
+        return f"Information: {self.described()}"
+
+    def described(self) -> str:
+        """Of what, and from how much, in one line."""
+        layers = len({name.rpartition(".")[0] for name in self.parameter_names})
+        exact = "exact, " * (self.structure == "dense")
+        kind = f"{self.structure if len(self.structure) <= 40 else 'mixed'}, {exact}{self.fisher}"
+        return (
+            f"{self.n_parameters:,} parameter{'s' * (self.n_parameters != 1)} of {layers} layer{'s' * (layers != 1)} "
+            f"({kind}), {self.n_samples:,g} samples"
+        )
+
     def __add__(self, other: Information) -> Information:
         self._require_same_kind(other)
         return replace(

@@ -135,6 +135,15 @@ class Posterior:
         }
         return hashlib.sha256(str(sorted(facts.items())).encode()).hexdigest()
 
+    def __repr__(self) -> str:
+        precision = self.prior.precision
+        prior = f"{precision:.3g}" if isinstance(precision, float) else f"of {len(precision)} numbers"
+        softening = f", c {self.softening:.2g}" * bool(self.softening)
+        return (
+            f"Posterior: {self.information.described()}, prior {prior}, "
+            f"T {self.temperature:.2g}, T_c {self.covariance_scale:.2g}{softening}"
+        )
+
     def covariance(self) -> Float[Tensor, "n n"]:
         """P in float64, without calibration."""
         return self.factor.covariance.clone()

@@ -1,4 +1,4 @@
-"""Tables from result files, for the terminal and for `docs/results.md`.
+"""Tables from result files, for the terminal and for the pages in `docs/results`.
 
 In the document a table stands between `<!-- table: EXPERIMENT NAME -->` and `<!-- end -->`; `fill` rewrites it.
 """

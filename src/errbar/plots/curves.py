@@ -27,6 +27,7 @@ GREEN, PURPLE, OLIVE, STONE = "#009E73", "#CC79A7", "#999933", "#808080"
 GREY, INK, DARK_ORANGE = "#B8BCC2", "#262626", "#A87300"
 SMALL, TEXT = 8, 9
 DASHED = (0, (4, 3))
+_ROUNDS = 6
 
 Dash = str | tuple[float, tuple[float, ...]]
 Curve = tuple[Sequence[float], Sequence[float]]
@@ -79,7 +80,7 @@ def shift(
     Lines are means over the runs, bands one standard deviation on each side. `looks` gives the names a style (without
     it they get one by position, see `styles`), and `key=False` leaves the names to a key elsewhere.
     """
-    ax = new_axes((3.3, 2.6)) if ax is None else ax
+    ax = _new_curves(values, 2.6) if ax is None else ax
     looks = _checked_looks(values, looks)
     for name, runs in values.items():
         if runs.ndim != 2 or runs.shape[1] != len(severity):
@@ -88,7 +89,7 @@ def shift(
                 "per severity."
             )
         mean = runs.mean(0)
-        line = ax.plot(severity, mean.tolist(), label=name, **looks[name].line())[0]
+        line = ax.plot(severity, mean.tolist(), label=_in_key(name), **looks[name].line())[0]
         # Markers in a row of a hundred would be a thick line.
         line.set_markevery(max(1, len(severity) // 8))
         if len(runs) > 1:
@@ -114,10 +115,10 @@ def roc(
 
     `areas` has the areas where the curves were thinned out; otherwise the trapezoids under them are summed up.
     """
-    ax = new_axes((3.3, 3.6)) if ax is None else ax
+    ax = _new_curves([_with_area(name, 0.0) for name in curves], 3.6) if ax is None else ax
     areas = {name: _area(*curve) for name, curve in _checked_curves(curves).items()} if areas is None else areas
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=DASHED)
-    _draw(ax, curves, looks, {name: f"{name} (AUROC {areas[name]:.3f})" for name in curves})
+    _draw(ax, curves, looks, {name: _with_area(name, areas[name]) for name in curves})
     ax.set(xlim=(0, 1), ylim=(0, 1.01), aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
     ax.set_xlabel("false-positive rate", fontsize=TEXT)
     ax.set_ylabel("true-positive rate", fontsize=TEXT)
@@ -136,7 +137,7 @@ def risk_coverage(
     The risk is the share of errors among the most confident inputs, the coverage the share of all inputs that those
     are: what is left of the errors where a classifier may decline to answer. `metrics.aurc` is the area below.
     """
-    ax = new_axes((3.3, 2.6)) if ax is None else ax
+    ax = _new_curves(curves, 2.6) if ax is None else ax
     _draw(ax, _checked_curves(curves), looks, {name: name for name in curves})
     ax.set(xlim=(0, 1.01))
     ax.set_ylim(bottom=0)
@@ -148,9 +149,24 @@ def risk_coverage(
 def _draw(ax: Axes, curves: Mapping[str, Curve], looks: Mapping[str, Style] | None, labels: Mapping[str, str]) -> None:
     looks = _checked_looks(curves, looks)
     for name, (x, y) in curves.items():
-        line = ax.plot(x, y, label=labels[name], **looks[name].line())[0]
+        line = ax.plot(x, y, label=_in_key(labels[name]), **looks[name].line())[0]
         # A marker every 15 % of the diagonal, wherever the points of the curve are.
         line.set_markevery((0.1, 0.15))
+
+
+def _with_area(name: str, area: float) -> str:
+    return f"{name} (AUROC {area:.3f})"
+
+
+def _in_key(name: str) -> str:
+    """In lines that fit above axes in a figure of their own."""
+    return wrapped(name, 3.3 - 1.3, SMALL)
+
+
+def _new_curves(names: Iterable[str], height: float) -> Axes:
+    """Axes of 3.3 inches; the figure is higher where the key has more than four lines."""
+    lines = sum(1 + _in_key(name).count("\n") for name in names)
+    return new_axes((3.3, height + 0.17 * max(0, lines - 4)))
 
 
 def _area(x: Sequence[float], y: Sequence[float]) -> float:
@@ -213,6 +229,20 @@ def plain(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def wrapped(text: str, inches: float, size: float) -> str:
+    """The text in lines of at most `inches`, at a font size in points; a word that is longer is a line of its own."""
+    from matplotlib.textpath import TextPath
+
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and TextPath((0, 0), longer, size=size).get_extents().x1 / 72 <= inches:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return "\n".join(lines)
+
+
 def new_axes(size: tuple[float, float]) -> Axes:
     """Axes in a figure of their own."""
     return new_figure(size).subplots()
@@ -223,11 +253,28 @@ def new_figure(size: tuple[float, float]) -> Figure:
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from numpy import allclose
     except ImportError as missing:
         raise MissingExtraError(
             f"Figures need matplotlib, which is not installed: {how_to_install('plots')}."
         ) from missing
-    return Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.05))
+
+    class Settled(ConstrainedLayoutEngine):
+        """Measures again where the panels have come to lie, until they stay there.
+
+        Constrained layout makes room for what it measures at the former places. Panels of a fixed shape are smaller
+        there, so in one round it leaves too little room for titles and labels.
+        """
+
+        def execute(self, fig: Any) -> None:
+            for _ in range(_ROUNDS):
+                before = [ax.get_position(original=True).extents for ax in fig.axes]
+                super().execute(fig)
+                after = [ax.get_position(original=True).extents for ax in fig.axes]
+                if all(allclose(a, b, rtol=0, atol=1e-4) for a, b in zip(before, after, strict=True)):
+                    return
+
+    return Figure(figsize=size, layout=Settled(h_pad=0.06, w_pad=0.05))
 
 
 def write_figure(figure: Figure, path: Path, **options: Any) -> None:

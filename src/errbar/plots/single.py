@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from textwrap import fill, shorten
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from errbar.plots.curves import (
     new_axes,
     new_figure,
     plain,
+    wrapped,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def diagram(
     values: metrics.Reliability, *, ax: Axes | None = None, title: str | None = None, note: str | None = None
 ) -> Axes:
     """The diagram of `reliability` from its values; `note` replaces the text of its ECE."""
-    ax = new_axes((3.2, 3.6)) if ax is None else ax
+    if ax is None:
+        ax = new_axes((3.2, 3.6))
+        title = None if title is None else wrapped(title, 2.4, TEXT)
     counts = [int(count) for count in values.count]
     width = 1.0 / len(counts)
     for number, count in enumerate(counts):
@@ -114,9 +117,10 @@ def diagram_grid(
     """Several diagrams, name → values, side by side; `width` in inches is that of the whole figure."""
     if not diagrams:
         raise ArgumentError("There is nothing to draw; expected a mapping from names to PMFs.")
+    columns = min(columns, len(diagrams))
     rows = -(-len(diagrams) // columns)
     side = 2.6 if width is None else width / columns
-    titles = [fill(title, int(side / 0.066)) for title in diagrams]
+    titles = [wrapped(title, side - 0.5, TEXT) for title in diagrams]
     breaks = [
         max(title.count("\n") for title in titles[start : start + columns]) for start in range(0, len(titles), columns)
     ]
@@ -278,7 +282,9 @@ def figure_one(
         )
     if classes is None:
         classes = [(int(i), int(j)) for i, j in prediction.pmf.topk(2).indices.tolist()]
-    figure = new_figure((7.0, 2.0 * rows))
+    # Names of classes stand at an angle below the bars.
+    longest = 0 if names is None or len(names) > _CLASS_LABELS else max(map(len, names))
+    figure = new_figure((7.0, (2.0 + 0.04 * longest) * rows))
     grid = figure.subplots(rows, 3, squeeze=False, width_ratios=(0.8, 1.0, 1.7))
     limits = _limits([plane_of(gaussian, row, pair) for row, pair in enumerate(classes)])
     for row, pair in enumerate(classes):
@@ -288,7 +294,7 @@ def figure_one(
         for spine in picture.spines.values():
             spine.set_edgecolor(GREY)
         if titles is not None:
-            picture.set_title(titles[row], fontsize=TEXT, color=INK)
+            picture.set_title(wrapped(titles[row], 1.1, TEXT), fontsize=TEXT, color=INK)
         logit_ellipse(gaussian, row, classes=pair, samples=samples, seed=seed, limits=limits, ax=plane)
         pmf(prediction, row, highlight=pair, names=names, ax=bars)
         if row < rows - 1:

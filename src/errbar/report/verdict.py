@@ -47,12 +47,12 @@ def headline(network: Variant, final: Variant) -> str:
     before, after = direction(network.gap), direction(final.gap)
     size = points(abs(final.gap.value))
     if before is None and after is None:
-        return "Well calibrated on average, with and without error bars."
+        return "No sign of over- or under-confidence on average, with or without error bars."
     if before is None:
-        return f"The network alone is well calibrated on average; with error bars it is {after} by {size}."
+        return f"The network alone shows no sign of over- or under-confidence; with error bars it is {after} by {size}."
     alone = f"The network alone is {before} by {points(abs(network.gap.value))}"
     if after is None:
-        return f"{alone}; with error bars it is neither over- nor under-confident."
+        return f"{alone}; with error bars it shows no sign of over- or under-confidence."
     if after == before:
         return f"{alone}; with error bars still by {size}."
     return f"{alone}; with error bars it is {after} by {size}."
