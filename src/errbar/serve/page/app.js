@@ -243,6 +243,7 @@ function another() {
 
 async function openFile(file) {
   if (!state.model.pictures) { fail("This model takes no pictures; paste an array instead."); return; }
+  settle("busy");
   let picture;
   try {
     picture = await createImageBitmap(file);
