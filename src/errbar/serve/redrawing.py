@@ -70,9 +70,10 @@ def _turned(pictures: Tensor, draws: _Draws) -> Tensor:
     angle = torch.deg2rad(draws.between(-_TURN, _TURN, count))
     shear = draws.between(-_SHEAR, _SHEAR, count)
     stretch = torch.exp(draws.between(-_STRETCH, _STRETCH, count))
-    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).reshape(count, 2, 2)
-    form = torch.stack([stretch, shear, torch.zeros(count), 1 / stretch], 1).reshape(count, 2, 2)
-    motion = torch.linalg.inv(turn @ form) * (_FIELD / _FINE)
+    # From places in the result to places in the picture: the inverse of a form and then a turn.
+    turn = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], 1).reshape(count, 2, 2)
+    form = torch.stack([1 / stretch, -shear, torch.zeros(count), stretch], 1).reshape(count, 2, 2)
+    motion = form @ turn * (_FIELD / _FINE)
     return _moved(pictures, torch.cat([motion, torch.zeros(count, 2, 1)], 2), _FIELD)
 
 

@@ -16,6 +16,8 @@ export class Rows {
     this.dangerous = new Set();
     this.lines = new Map();
     this.shown = [];
+    const longest = Math.max(...classes.map((name) => name.length));
+    box.parentElement.style.setProperty("--name", `${(1.9 + 0.6 * longest).toFixed(1)}rem`);
     if (classes.length <= MOST) this.arrange(classes.map((_, place) => place));
   }
 
@@ -32,7 +34,7 @@ export class Rows {
   line(place) {
     const name = this.classes[place];
     const bar = element("span", { className: "bar" });
-    const whisker = element("span", { className: "whisker" });
+    const whisker = element("span", { className: "whisker", hidden: true });
     const slider = element("input", { type: "range", min: 0, max: 1, step: 0.005, value: this.gamma[place] });
     slider.setAttribute("aria-label", `Threshold γ of class ${name}`);
     slider.addEventListener("input", () => {
@@ -92,6 +94,7 @@ export class Rows {
     for (const [place, line] of this.lines) {
       const [f, low, high, std, risk] = ["pmf", "lower", "upper", "std", "risk"].map((name) => prediction[name][place]);
       line.row.dataset.leading = place === prediction.label;
+      line.whisker.hidden = false;
       line.bar.style.width = `${100 * f}%`;
       line.whisker.style.left = `${100 * low}%`;
       line.whisker.style.width = `${Math.max(100 * (high - low), 0.3)}%`;
@@ -110,8 +113,7 @@ export class Rows {
     for (const line of this.lines.values()) {
       line.row.dataset.leading = false;
       line.bar.style.width = "0";
-      line.whisker.style.width = "0";
-      line.whisker.style.left = "0";
+      line.whisker.hidden = true;
       for (const node of [line.numbers, line.risk]) node.textContent = "–";
       for (const node of [line.numbers, line.gauge, line.whisker]) node.removeAttribute("title");
       line.gauge.dataset.high = false;
