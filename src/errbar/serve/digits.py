@@ -27,7 +27,7 @@ COPIES, VALIDATION_COPIES, OTHERS = 6, 2, 0.25
 # The demo's prior, and T and T_c by `calibrate` on the validation digits and their copies. Stored here because the
 # search takes as long as everything else; a slow test repeats it.
 PRIOR = 3.0
-TEMPERATURE, COVARIANCE_SCALE = 0.979, 0.748
+TEMPERATURE, COVARIANCE_SCALE = 0.98, 0.75
 ABOUT = (
     "A network of five layers (64–256–150–100–40–10), trained on 1000 of scikit-learn's handwritten digits of 8 × 8 "
     "pixels, each also turned, shifted and with strokes of other widths, and on pictures of no digit, for which all "
