@@ -15,7 +15,8 @@ import torch
 import errbar
 from command_line import Workspace, run
 from errbar import demo
-from errbar.serve.digits import digits
+from errbar.experiments.networks import paper_network
+from errbar.serve.digits import COPIES, SETTINGS, TEMPERATURE, VALIDATION_COPIES, digits, drawn
 from errbar.serve.server import Address
 from processes import service_process
 
@@ -60,6 +61,11 @@ def test_a_posterior_needs_its_model(fitted: errbar.Posterior) -> None:
         (("it.safetensors", "--model", "tiny_net:untrained"), "weights"),
         (("missing.safetensors", "--model", "tiny_net:trained"), "missing.safetensors"),
         (("it.safetensors", "--model", "tiny_net:trained", "--input-shape", "3by4"), "The input shape is '3by4'"),
+        (("it.safetensors", "--model", "tiny_net:trained", "--picture-shape", "8"), "The picture shape is '8'"),
+        (
+            ("it.safetensors", "--model", "tiny_net:trained", "--picture-shape", "8x8"),
+            "An input has 4 numbers; expected 1 × 8 × 8 for a picture",
+        ),
     ):
         result = run("serve", *arguments, "--port", "0")
         assert result.code == 1
@@ -71,6 +77,7 @@ def test_a_posterior_needs_its_model(fitted: errbar.Posterior) -> None:
     [
         (("--model", "tiny_net:trained"), "There is --model and no POSTERIOR"),
         (("--reference", "data.npz"), "There is --reference and no POSTERIOR"),
+        (("--picture-shape", "8x8"), "There is --picture-shape and no POSTERIOR"),
         (("--token-file", "missing.txt"), "The token file missing.txt cannot be read"),
         (("--host", "256.0.0.1"), "Cannot listen on 256.0.0.1"),
     ],
@@ -119,27 +126,30 @@ def test_loopback_is_the_default_and_known_by_its_names() -> None:
 
 
 @pytest.mark.slow
-def test_t_and_t_c_of_the_digits_model_are_those_of_the_demo() -> None:
-    settings = demo.DemoSettings()
-    made, data = digits(settings), demo.load(settings)
-    calibrated = errbar.calibrate(made.posterior, data.validation.data())
+def test_t_and_t_c_of_the_digits_model_are_those_of_calibrate() -> None:
+    made, data = digits(), demo.load(SETTINGS)
+    validation = drawn(data.validation, VALIDATION_COPIES, SETTINGS.seed + 2)
+    calibrated = errbar.calibrate(made.posterior, validation.data())
     found, best = (
-        errbar.metrics.nll(posterior.predict(data.validation.x).pmf, data.validation.y)
+        errbar.metrics.nll(posterior.predict(validation.x).pmf, validation.y)
         for posterior in (made.posterior, calibrated)
     )
     assert found < best + 1e-3
-    assert errbar.metrics.accuracy(made.posterior.predict(data.test.x).pmf, data.test.y) > 0.94
+    assert errbar.metrics.accuracy(made.posterior.predict(data.test.x).pmf, data.test.y) > 0.96
 
 
-def test_the_digits_model_is_the_network_of_the_demo() -> None:
-    settings = demo.DemoSettings(train_size=120, validation_size=60, epochs=3)
-    made = digits(settings)
+def test_the_digits_model_has_the_layers_of_the_demo_and_is_the_same_every_time() -> None:
+    settings = demo.DemoSettings(train_size=120, validation_size=60, epochs=1)
+    made, again = digits(settings), digits(settings)
     assert (made.shape, made.classes) == ((64,), tuple("0123456789"))
-    expected = demo.train_network(demo.load(settings).train, settings, seed=0)
-    for mine, theirs in zip(made.posterior.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    assert [part.shape for part in made.posterior.model.parameters()] == [
+        part.shape for part in paper_network(64).parameters()
+    ]
+    for mine, same in zip(made.posterior.model.parameters(), again.posterior.model.parameters(), strict=True):
+        assert torch.equal(mine, same)
     assert made.posterior.information.n_parameters == 4450
-    assert made.posterior.temperature == 0.83
+    assert made.posterior.information.n_samples == 120 * (1 + COPIES)
+    assert made.posterior.temperature == TEMPERATURE
     assert made.reference is not None
-    assert len(made.reference) == 120
+    assert len(made.reference) == 120 * (1 + COPIES)
     assert [label for _, label in made.examples[:10]] == list("0123456789")

@@ -17,12 +17,12 @@ import torch
 
 import errbar
 import serving
-from errbar.errors import ArgumentError, DataError
+from errbar.errors import ArgumentError, DataError, MismatchError
 from errbar.serve import schemas
 from errbar.serve.batching import Batcher
 from errbar.serve.limits import Limits, Refusal
 from errbar.serve.pictures import PictureRule, rule_for
-from errbar.serve.service import Service, served
+from errbar.serve.service import Service, served, training_reference
 from errbar.serve.telemetry import Log
 from serving import CLASSES, Running, member, posterior, service
 
@@ -373,6 +373,36 @@ def test_a_picture_is_resized_and_divided_by_255() -> None:
 
 def test_shapes_that_are_no_pictures_have_no_rule() -> None:
     assert [rule_for(shape) for shape in (None, (64,), (5, 8, 8), (2, 3, 4, 5))] == [None] * 4
+
+
+def test_inputs_of_another_shape_are_pictures_if_they_have_a_layout() -> None:
+    rule = rule_for((4,), (1, 2, 2))
+    assert rule is not None
+    assert rule.read(serving.png([[0, 255], [51, 102]]), 100).tolist() == pytest.approx([0, 1, 0.2, 0.4])
+    wide = rule_for((4,), (1, 2, 2), (0.0, 16.0))
+    assert wide is not None
+    assert wide.read(serving.png([[0, 255], [51, 102]]), 100).tolist() == pytest.approx([0, 16, 3.2, 6.4])
+    assert "with values from 0 to 16, as the training inputs have them" in wide.sentence
+    assert rule_for((4,), (1, 2, 2), (0.1, 0.9)) == rule
+    with pytest.raises(MismatchError, match="An input has 5 numbers; expected 1 × 2 × 2 for a picture"):
+        rule_for((5,), (1, 2, 2))
+
+
+def test_the_page_is_told_examples_of_all_classes_and_the_range_of_each_value() -> None:
+    x, y = serving.data()
+    order = y.argsort(stable=True)
+    sorted_by_class = [(x[order][start : start + 7], y[order][start : start + 7]) for start in range(0, len(x), 7)]
+    known = training_reference(posterior(), sorted_by_class, CLASSES)
+    assert [label for _, label in known.examples] == ["ant"] * 4 + ["bee"] * 3 + ["cat"] * 3
+    for k, name in enumerate(CLASSES):
+        mine = torch.stack([row for row, label in known.examples if label == name])
+        assert torch.equal(mine, x[y == k][: len(mine)])
+    assert known.values is not None
+    for place, one in enumerate(known.values):
+        column = x[:, place].double()
+        assert (one.low, one.middle, one.high) == (column.min(), column.median(), column.max())
+    assert known.ends == (x.min(), x.max())
+    assert training_reference(posterior(), [x[:5]], CLASSES).examples[0][1] == ""
 
 
 def test_a_digit_is_cut_out_enlarged_and_centred_dark_or_light() -> None:

@@ -83,12 +83,14 @@ class Running:
 
 
 @contextmanager
-def service(*members: Served, limits: Limits | None = None, token: str | None = None) -> Iterator[Running]:
+def service(
+    *members: Served, limits: Limits | None = None, token: str | None = None, port: int = 0
+) -> Iterator[Running]:
     """These posteriors behind HTTP while the block runs."""
     limits = Limits() if limits is None else limits
     stream = io.StringIO()
     log = Log(stream)
-    address = Address("127.0.0.1", 0)
+    address = Address("127.0.0.1", port)
     bound = address.bind()
     app = application(Service(members), limits, token=token, hosts=address.hosts, log=log)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}

@@ -42,6 +42,10 @@ def serve(
         str | None,
         typer.Option("--reference", metavar="DATA", help="Training data, to say how unusual an input is."),
     ] = None,
+    picture_shape: Annotated[
+        str | None,
+        typer.Option("--picture-shape", metavar="SHAPE", help="For the page: inputs are pictures of 8x8 or 3x32x32."),
+    ] = None,
     max_inputs: Annotated[int, typer.Option("--max-inputs", min=1, help="Most inputs in one request.")] = 64,
     max_body: Annotated[int, typer.Option("--max-body", min=1, help="Largest request, in MiB.")] = 4,
     max_samples: Annotated[
@@ -89,9 +93,15 @@ def serve(
         bound = address.bind()
         try:
             if not posterior:
-                _require_nothing(model=model, weights=weights, reference=reference, input_shape=input_shape)
+                _require_nothing(
+                    model=model,
+                    weights=weights,
+                    reference=reference,
+                    input_shape=input_shape,
+                    picture_shape=picture_shape,
+                )
             service = (
-                _files(here, posterior, model or [], weights or [], input_shape, reference)
+                _files(here, posterior, model or [], weights or [], input_shape, reference, picture_shape)
                 if posterior
                 else _digits(here)
             )
@@ -155,13 +165,16 @@ def _files(
     weights: Sequence[Path],
     shape: str | None,
     reference: str | None,
+    picture: str | None,
 ) -> Service:
     from errbar.cli.inputs import TRAINING, DataRequest
     from errbar.cli.posteriors import classifier_requests
+    from errbar.report.pictures import picture_shape
     from errbar.serve.service import Service, served
 
     requests = classifier_requests(posteriors, models, weights)
     size = None if shape is None else _shape(shape)
+    layout = None if picture is None else picture_shape(picture)
     members: list[Served] = []
     for number, request in enumerate(requests, start=1):
         loaded = request.load(here.device)
@@ -171,7 +184,9 @@ def _files(
         path = request.path
         about = f"{path.name}, {_described(loaded.classifier)}."
         name = path.stem if all(path.stem != member.name for member in members) else f"{path.stem}-{number}"
-        member = served(name, loaded.classifier, classes=loaded.classes, shape=size, reference=data, about=about)
+        member = served(
+            name, loaded.classifier, classes=loaded.classes, shape=size, reference=data, about=about, layout=layout
+        )
         members.append(member)
     return Service(tuple(members))
 

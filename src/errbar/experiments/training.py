@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def train(
     model: Model,
     x: Float[Tensor, "N ..."],
-    y: Int[Tensor, " N"],
+    y: Int[Tensor, " N"] | Float[Tensor, "N M"],
     *,
     epochs: int,
     learning_rate: float,
@@ -34,8 +34,9 @@ def train(
     """A trained copy of `model`, in eval mode: Adam on the mean cross-entropy −(1/B) Σ ln f_{y_n}(x_n; θ).
 
     The seed decides the initial weights, the order of the samples and the dropout; the weights that `model`
-    comes with do not matter. With `bfloat16` the forward pass runs in that dtype where autocast considers it safe, on
-    pictures in channels-last layout, in which such convolutions are fast; weights and sums keep their dtype.
+    comes with do not matter. Labels may be probabilities, one for each class. With `bfloat16` the forward pass runs in
+    that dtype where autocast considers it safe, on pictures in channels-last layout, in which such convolutions are
+    fast; weights and sums keep their dtype.
     `weight_decay` is Adam's (l² inside the gradient); it corresponds to the prior
     `Prior.from_weight_decay(weight_decay, len(x))`.
     """

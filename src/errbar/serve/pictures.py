@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from errbar.errors import DataError
+from errbar.errors import DataError, MismatchError
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Ink fainter than this share of the darkest is ignored when locating the digit.
@@ -24,22 +25,36 @@ _CELLS = 4
 
 @dataclass(frozen=True)
 class PictureRule:
-    """How a picture becomes an input of `shape`: resized whole, or prepared as a handwritten digit."""
+    """How a picture becomes an input of `shape`: resized whole, or prepared as a handwritten digit.
+
+    `given` is the layout (channels, height, width), where the shape does not say it; black becomes `low`, and white
+    `high`.
+    """
 
     shape: tuple[int, ...]
     digit: bool = False
+    given: tuple[int, int, int] | None = None
+    low: float = 0.0
+    high: float = 1.0
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """(channels, height, width)."""
+        if self.given is not None:
+            return self.given
+        if self.digit:
+            side = round(self.shape[-1] ** 0.5)
+            return 1, side, side
+        return self.shape[0] if len(self.shape) == 3 else 1, self.shape[-2], self.shape[-1]
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width)."""
-        if self.digit:
-            side = round(self.shape[-1] ** 0.5)
-            return side, side
-        return self.shape[-2], self.shape[-1]
+        return self.layout[1:]
 
     @property
     def channels(self) -> int:
-        return self.shape[0] if len(self.shape) == 3 else 1
+        return self.layout[0]
 
     @property
     def sentence(self) -> str:
@@ -51,17 +66,35 @@ class PictureRule:
                 f"digits."
             )
         colours = "grey" if self.channels == 1 else "red, green and blue"
-        return f"Resized to {height} × {width} (height × width), {colours}, divided by 255; nothing is cropped."
+        scale = "divided by 255"
+        if (self.low, self.high) != (0, 1):
+            scale = f"with values from {self.low:g} to {self.high:g}, as the training inputs have them"
+        return f"Resized to {height} × {width} (height × width), {colours}, {scale}; nothing is cropped."
 
     def read(self, text: str, pixels: int) -> Float[Tensor, "..."]:
         """The input in a picture given as base64 text or a data URL; raises `DataError` if it is not a picture."""
         picture = _opened(text, pixels)
         values = _digit(picture, self.size) if self.digit else _resized(picture, self.size, self.channels)
-        return torch.from_numpy(values).reshape(self.shape)
+        return (self.low + (self.high - self.low) * torch.from_numpy(values)).reshape(self.shape)
 
 
-def rule_for(shape: tuple[int, ...] | None) -> PictureRule | None:
-    """The rule for inputs of this shape: (H, W), (1, H, W) or (3, H, W); None if these are not pictures."""
+def rule_for(
+    shape: tuple[int, ...] | None,
+    layout: tuple[int, int, int] | None = None,
+    ends: tuple[float, float] = (0.0, 1.0),
+) -> PictureRule | None:
+    """The rule for inputs of this shape: (H, W), (1, H, W) or (3, H, W); None if these are not pictures.
+
+    Inputs of any other shape are pictures if they have a `layout` (channels, height, width); `ends` are the lowest and
+    the highest value then known of them, which are black and white unless all lies in 0 … 1.
+    """
+    if layout is not None:
+        if shape is not None and math.prod(shape) != math.prod(layout):
+            sizes = " × ".join(map(str, layout))
+            raise MismatchError(f"An input has {math.prod(shape)} numbers; expected {sizes} for a picture.")
+        low, high = ends
+        black, white = (0.0, 1.0) if (low >= 0 and high <= 1) or low >= high else (low, high)
+        return PictureRule(layout if shape is None else shape, given=layout, low=black, high=white)
     if shape is None or len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in (1, 3)):
         return None
     return PictureRule(shape)

@@ -169,6 +169,22 @@ class Example(BaseModel):
     label: str
 
 
+class PictureLayout(BaseModel):
+    """An input as a picture: its channels, height and width, and the values that are black and white."""
+
+    shape: list[int]
+    low: float
+    high: float
+
+
+class ValueRange(BaseModel):
+    """The smallest, middle and largest value among the training inputs."""
+
+    low: float
+    middle: float
+    high: float
+
+
 class ModelAnswer(BaseModel):
     """What is served."""
 
@@ -180,6 +196,11 @@ class ModelAnswer(BaseModel):
     input_shape: list[int] | None
     pictures: str | None = Field(description="How pictures are prepared; null if the model takes none.")
     digits: bool
+    picture: PictureLayout | None = Field(description="How an input is shown as a picture; null if it is none.")
+    values: list[ValueRange] | None = Field(
+        description="What each value of an input is among the training inputs; null if unknown, or if it has many."
+    )
+    integers: bool = Field(description="Whether the model takes whole numbers only.")
     networks: int = Field(description="How many are fused; 1 for a posterior.")
     parameters: int
     layers: list[str]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,11 +22,36 @@ from errbar._posterior.pushing import keeps_draws, pushed_draws
 from errbar.errors import ArgumentError, DataError
 from errbar.serve.pictures import PictureRule, rule_for
 
-# Number of training inputs that show what is usual.
+# Number of training inputs that show what is usual, and of those that the page shows.
 REFERENCE_INPUTS = 2000
+_EXAMPLES = 10
+# Most values of an input for which the page has sliders.
+_SLIDERS = 200
 _SCORE_SAMPLES = 1000
 
 Classifier = errbar.Posterior | errbar.FusedClassifier
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """What one value of an input is among the training inputs: the smallest, the median, and the largest."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What is known from training inputs: sorted outlier scores, some of the inputs with their labels, and ranges.
+
+    `ends` are the smallest and the largest value of all; `values` are the ranges of each, of inputs that are vectors.
+    """
+
+    scores: Float[Tensor, " N"]
+    examples: tuple[tuple[Tensor, str], ...] = ()
+    ends: tuple[float, float] = (0.0, 1.0)
+    values: tuple[ValueRange, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +59,8 @@ class Served:
     """One posterior, or several networks fused as one.
 
     `shape` is that of one input, None if unknown; `integers` is for models that take tokens. `reference` are sorted
-    outlier scores of training inputs; `examples` are inputs with their labels, for the page.
+    outlier scores of training inputs; `examples` are inputs with their labels, and `values` the ranges of each value
+    of an input, for the page.
     """
 
     name: str
@@ -44,6 +72,7 @@ class Served:
     reference: Float[Tensor, " N"] | None = None
     examples: tuple[tuple[Tensor, str], ...] = ()
     about: str = ""
+    values: tuple[ValueRange, ...] | None = None
 
     @cached_property
     def posteriors(self) -> tuple[errbar.Posterior, ...]:
@@ -159,44 +188,72 @@ def served(
     shape: tuple[int, ...] | None = None,
     reference: Any = None,
     about: str = "",
+    layout: tuple[int, int, int] | None = None,
 ) -> Served:
-    """A posterior ready to serve; `reference` are batches of its training data, of which only a part is read."""
+    """A posterior ready to serve; `reference` are batches of its training data, of which only a part is read.
+
+    `layout` is (channels, height, width) of inputs that are pictures in another shape.
+    """
     network = posterior if isinstance(posterior, errbar.Posterior) else posterior.posteriors[0]
     network.information.task.require_classes("errbar serve")
     count = network.information.n_classes
     names = tuple(str(number) for number in range(count)) if classes is None else tuple(classes)
-    scores, examples = (None, ()) if reference is None else reference_scores(posterior, reference, names)
+    known = None if reference is None else training_reference(posterior, reference, names)
     first = _first_layer(network.model)
-    if shape is None and examples:
-        shape = tuple(examples[0][0].shape)
+    if shape is None and known is not None and known.examples:
+        shape = tuple(known.examples[0][0].shape)
     if shape is None and isinstance(first, nn.Linear):
         shape = (first.in_features,)
     integers = isinstance(first, nn.Embedding)
-    return Served(name, posterior, names, shape, rule_for(shape), integers, scores, examples, about)
+    rule = rule_for(shape, layout, (0.0, 1.0) if known is None else known.ends)
+    made = Served(name, posterior, names, shape, rule, integers, about=about)
+    if known is None:
+        return made
+    return replace(made, reference=known.scores, examples=known.examples, values=known.values)
 
 
-def reference_scores(
-    posterior: Classifier, data: Any, classes: Sequence[str], examples: int = 10
-) -> tuple[Float[Tensor, " N"], tuple[tuple[Tensor, str], ...]]:
-    """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
+def training_reference(posterior: Classifier, data: Any, classes: Sequence[str]) -> Reference:
+    """What the first inputs of `data` say about its inputs; the examples are of as many classes as possible."""
     scored = Served("", posterior, tuple(classes), None)
     samples = _score_samples(scored)
     scores: list[Tensor] = []
-    example_pairs: list[tuple[Tensor, str]] = []
+    inputs: list[Tensor] = []
+    by_class: dict[str, list[Tensor]] = {}
+    ends = (math.inf, -math.inf)
     count = 0
     for batch in batches(data, posterior.unpack):
         scores.append(scored.mutual_information(scored.drawn_logits(batch, samples)).cpu())
         x = batch.args[0] if batch.args else None
-        if isinstance(x, Tensor) and len(example_pairs) < examples:
+        if isinstance(x, Tensor):
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
             names = [""] * len(x) if labels is None else [classes[int(label)] for label in labels]
-            example_pairs += list(zip(x, names, strict=True))[: examples - len(example_pairs)]
+            for row, name in zip(x, names, strict=True):
+                if name in by_class or len(by_class) < _EXAMPLES:
+                    by_class.setdefault(name, [])
+                    if len(by_class[name]) < _EXAMPLES:
+                        by_class[name].append(row)
+            ends = min(ends[0], float(x.min())), max(ends[1], float(x.max()))
+            if x.ndim == 2 and x.shape[1] <= _SLIDERS:
+                inputs.append(x.detach().cpu().double())
         count += len(batch)
         if count >= REFERENCE_INPUTS:
             break
     if not scores:
         raise DataError("The reference data are empty: expected training inputs to compare with.")
-    return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(example_pairs)
+    order = [name for name in (*classes, "") if name in by_class]
+    rounds = zip_longest(*(by_class[name] for name in order))
+    turns = [(row, name) for turn in rounds for row, name in zip(turn, order, strict=True) if row is not None]
+    examples = sorted(turns[:_EXAMPLES], key=lambda example: order.index(example[1]))
+    sorted_scores = torch.cat(scores)[:REFERENCE_INPUTS].sort().values
+    return Reference(sorted_scores, tuple(examples), ends, _ranges(inputs))
+
+
+def _ranges(inputs: Sequence[Tensor]) -> tuple[ValueRange, ...] | None:
+    if not inputs:
+        return None
+    x = torch.cat(list(inputs))
+    columns = (x.amin(0), x.median(0).values, x.amax(0))
+    return tuple(ValueRange(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _score_samples(served: Served) -> int:

@@ -8,6 +8,8 @@ const KEY = "errbar-token";
 
 export function setToken(token) { sessionStorage.setItem(KEY, token); }
 
+export function hasToken() { return Boolean(sessionStorage.getItem(KEY)); }
+
 const pause = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
 export async function ask(path, body) {
@@ -17,18 +19,29 @@ export async function ask(path, body) {
     if (token) headers.authorization = `Bearer ${token}`;
     if (body) headers["content-type"] = "application/json";
     let response;
+    let content;
     try {
-      response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body) });
+      response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), cache: "no-store" });
+      content = await response.json().catch((error) => { if (response.ok) throw error; return {}; });
     } catch {
-      throw new Trouble("The service does not answer. Is it still running?", 0);
+      throw new Trouble("The service does not answer. Trying again until it does …", 0);
     }
-    const content = await response.json().catch(() => ({}));
     if (response.ok) return content;
     if ([429, 503].includes(response.status) && attempt < 3) {
       await pause(Math.min(Number(response.headers.get("retry-after")) || 1, 5));
       continue;
     }
     throw new Trouble(content.error || `The service answered ${response.status}.`, response.status);
+  }
+}
+
+// Returns when the service answers again; its health needs no token.
+export async function back(seconds = 1) {
+  for (;;) {
+    await pause(seconds);
+    try {
+      if ((await fetch("/healthz", { cache: "no-store" })).ok) return;
+    } catch { /* still gone */ }
   }
 }
 

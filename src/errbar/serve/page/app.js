@@ -1,15 +1,21 @@
 // The page: requests follow from the controls, and what is shown from the answers; nothing is computed in between.
 
-import { ask, latest, setToken, Trouble } from "./api.js";
-import { drawFusion, drawHeat, drawOutlier, drawPlane, empty } from "./charts.js";
+import { ask, back, hasToken, latest, setToken, Trouble } from "./api.js";
+import { drawFusion, drawHeat, drawOutlier, drawPlane, empty, planeRange } from "./charts.js";
 import { element, percent, plain } from "./numbers.js";
 import { Pad, pixels } from "./pad.js";
 import { Rows } from "./rows.js";
+import { MOST_VALUES, Values } from "./values.js";
+import { usual, words } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const LARGEST_SIDE = 1024;
+const MOST_LOGITS = 50; // classes up to which the covariances of all examples are asked for at the start
 
-const state = { model: null, pad: null, rows: null, source: null, views: [], temperature: null, scale: null, answer: null };
+const state = {
+  model: null, pad: null, values: null, rows: null, source: null, views: [], temperature: null, scale: null, answer: null,
+  range: null, label: null, isWaiting: false,
+};
 
 function say(sentence, kind = "") {
   at("message").textContent = sentence;
@@ -17,6 +23,42 @@ function say(sentence, kind = "") {
 }
 
 function settle(name) { document.documentElement.dataset.state = name; }
+
+// What could not be answered is said where the answer was, which is gone: an old one never stands beside a new input.
+function fail(sentence, name = "error") {
+  showNothing();
+  at("verdict").textContent = "No answer.";
+  say(sentence, "error");
+  settle(name);
+}
+
+function failed(trouble) {
+  if (!(trouble instanceof Trouble)) throw trouble;
+  if (trouble.status === 401) { askForToken(); return; }
+  fail(trouble.message, trouble.status ? "error" : "offline");
+  if (!trouble.status) reconnect();
+}
+
+function askForToken() {
+  fail("The service needs a token.", "token");
+  at("token-trouble").textContent = hasToken() ? "That token is wrong. Try another one." : "";
+  if (!at("token-dialog").open) at("token-dialog").showModal();
+  at("token").select();
+}
+
+async function reconnect() {
+  if (state.isWaiting) return;
+  state.isWaiting = true;
+  await back();
+  state.isWaiting = false;
+  if (!state.model) { start(); return; }
+  try {
+    const model = await ask("/v1/model");
+    const same = ["posterior", "classes", "input_shape", "layers"].every((name) => JSON.stringify(model[name]) === JSON.stringify(state.model[name]));
+    if (same) update();
+    else location.reload();
+  } catch (trouble) { failed(trouble); }
+}
 
 // ------------------------------------------------------------------------------------------------------------ asking
 
@@ -29,83 +71,108 @@ function requestOptions() {
 
 function sourceNow() {
   if (state.source) return state.source;
+  if (state.values) return { inputs: [state.values.values] };
   return state.pad.inked ? { images: [state.pad.canvas.toDataURL("image/png")] } : null;
 }
 
 async function refresh() {
   const source = sourceNow();
   at("another").disabled = !source || state.views.length + 2 > state.model.limits.frames;
-  if (!source) { showNothing(); settle("empty"); return; }
+  if (!source) { showNothing(); say(""); settle("empty"); return; }
   settle("busy");
   try {
     const include = ["covariance", "logits", "points", "outlier", "input"];
     const answer = await ask("/v1/predict", { ...source, ...requestOptions(), risk: state.rows.gamma, include });
-    state.answer = { prediction: answer.predictions[0], input: answer.inputs[0] };
     let object = null;
     if (state.views.length) {
       const inputs = [...state.views.map((view) => view.input), answer.inputs[0]];
       object = (await ask("/v1/fuse", { inputs, ...requestOptions() })).objects[0];
     }
+    state.answer = { prediction: answer.predictions[0], input: answer.inputs[0] };
     say("");
     show(object);
     settle("ready");
-  } catch (trouble) {
-    if (!(trouble instanceof Trouble)) throw trouble;
-    if (trouble.status === 401) { at("token-dialog").showModal(); settle("token"); return; }
-    say(trouble.message, "error");
-    settle("error");
-  }
+  } catch (trouble) { failed(trouble); }
 }
 
 const update = latest(refresh);
 
 // ----------------------------------------------------------------------------------------------------------- showing
 
+function showWords() {
+  const { prediction } = state.answer;
+  const { classes, digits } = state.model;
+  const told = words(prediction, { classes, digits, marked: state.rows.marked });
+  at("verdict").replaceChildren(...told.sentences.map((sentence, place) => element("span", {}, (place ? " " : "") + sentence)));
+  at("verdict").dataset.danger = told.danger.length > 0;
+  const best = prediction.label;
+  const truth = state.label ? ` This example is labelled ${state.label}.` : "";
+  at("verdict-numbers").textContent = `${prediction.class}: ${percent(prediction.confidence)}, 95 % interval ${percent(prediction.lower[best])} to ${percent(prediction.upper[best])}.${truth}`;
+}
+
 function show(object) {
   const { model } = state;
   const { prediction, input } = state.answer;
-  const best = prediction.label;
-  at("verdict").replaceChildren(prediction.class, " ", element("small", {}, `${percent(prediction.confidence)}, 95 % interval ${percent(prediction.lower[best])} to ${percent(prediction.upper[best])}`));
+  showWords();
   state.rows.show(prediction);
-  at("plane-note").textContent = drawPlane(at("plane"), prediction, model.classes);
-  drawHeat(at("heat"), prediction, model.classes, state.rows.shown, (words) => { at("heat-note").textContent = words; });
-  if (model.reference) at("outlier-note").textContent = drawOutlier(at("outlier"), model.reference, prediction.outlier);
+  state.range ||= planeRange([prediction]);
+  at("plane-note").textContent = drawPlane(at("plane"), prediction, model.classes, state.range);
+  drawHeat(at("heat"), prediction, model.classes, state.rows.shown, (sentence) => { at("heat-note").textContent = sentence; });
+  if (model.reference) {
+    drawOutlier(at("outlier"), model.reference, prediction.outlier);
+    at("outlier-note").textContent = usual(prediction.outlier.percentile, prediction.outlier.training_inputs);
+  }
   showSeen(input);
   if (object) {
     drawFusion(at("fusion"), object, model.classes, object.single.length);
     const [single, fused] = [object.single.at(-1), object.fused];
-    const bar = (source) => `± ${(100 * source.std[fused.label]).toFixed(1)}`;
+    const bar = (source) => `± ${percent(source.std[fused.label])}`;
     at("views-note").textContent = `Each view counts as much as the model knows of it. All views together: ${fused.class} with ${percent(fused.confidence)} ${bar(fused)}; this view alone: ${percent(single.pmf[fused.label])} ${bar(single)}.`;
   } else {
     at("fusion").replaceChildren();
-    at("views-note").textContent = VIEWS_NOTE;
+    at("views-note").textContent = viewsNote();
   }
   showViews();
 }
 
-let VIEWS_NOTE = "";
+function viewsNote() {
+  if (state.model.digits) return "“Another view” keeps this picture and turns it a little, like the next frame of a camera; draw over it, or clear it and draw the object again. All views are combined into one estimate.";
+  return "“Another view” keeps this input as one view of an object; then choose another input of the same object. All views are combined into one estimate.";
+}
+
+const OUTLIER_NOTE = "How unsure the model itself is of an input, compared with the training inputs.";
 
 function showNothing() {
   at("verdict").textContent = "–";
-  state.rows.clear();
+  at("verdict").dataset.danger = false;
+  at("verdict-numbers").textContent = "";
   state.answer = null;
+  if (!state.rows) return;
+  state.rows.clear();
   empty(at("plane"), "Waiting for an input.");
+  at("plane-note").textContent = "Ellipses of 1 and 2 σ, draws, and the line where the two are equally probable.";
   empty(at("heat"), "Waiting for an input.");
-  if (state.model.reference) at("outlier-note").textContent = drawOutlier(at("outlier"), state.model.reference, null);
+  at("heat-note").textContent = "Which probabilities rise and fall together. Point at a cell, or use the arrow keys.";
+  if (state.model.reference) {
+    drawOutlier(at("outlier"), state.model.reference, null);
+    at("outlier-note").textContent = OUTLIER_NOTE;
+  }
   at("fusion").replaceChildren();
+  at("views-note").textContent = viewsNote();
   at("seen").hidden = true;
   showViews();
 }
 
-function isPicture() {
-  const shape = state.model.input_shape;
-  return state.model.pictures !== null && shape !== null;
+// An input as a small picture, if it is one.
+function pictureOf(input) {
+  const { picture, digits } = state.model;
+  return picture ? pixels(input, picture, digits) : null;
 }
 
 function showSeen(input) {
-  at("seen").hidden = !isPicture();
-  if (!isPicture()) return;
-  const small = pixels(input, state.model.input_shape, state.model.digits);
+  const small = pictureOf(input);
+  at("seen").hidden = !small;
+  if (!small) return;
   Object.assign(at("seen-pixels"), { width: small.width, height: small.height });
   at("seen-pixels").getContext("2d").drawImage(small, 0, 0);
 }
@@ -117,13 +184,14 @@ function showViews() {
     remove.addEventListener("click", () => { state.views.splice(place, 1); update(); });
     return element("div", { className: "thumb", role: "listitem" }, thumbnail(view.picture), element("span", {}, `view ${place + 1}`), remove);
   });
-  if (thumbnails.length) thumbnails.push(element("div", { className: "thumb now", role: "listitem" }, thumbnail(state.pad.canvas), element("span", {}, "now")));
+  if (thumbnails.length) thumbnails.push(element("div", { className: "thumb now", role: "listitem" }, thumbnail(state.values ? null : state.pad.canvas), element("span", {}, "now")));
   at("views").replaceChildren(...thumbnails);
 }
 
 function thumbnail(picture) {
   const canvas = element("canvas", { width: 120, height: 120 });
   canvas.setAttribute("aria-hidden", "true");
+  if (!picture) return element("b", { "aria-hidden": "true" }, "≡");
   const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
   context.drawImage(picture, 0, 0, 120, 120);
@@ -132,19 +200,30 @@ function thumbnail(picture) {
 
 // ---------------------------------------------------------------------------------------------------------- controls
 
-function padChanged() {
+function forget() {
   state.source = null;
+  state.label = null;
+}
+
+function changed() {
+  forget();
   at("hint").hidden = state.pad.inked;
   update();
 }
 
 function clear() {
+  if (state.values) state.values.show(state.values.typical());
   state.pad.erase();
-  padChanged();
+  changed();
 }
 
-function useArray(values, picture) {
-  state.source = { inputs: [values] };
+// An input that is given as numbers, perhaps with its label.
+function useArray(input, label = null) {
+  forget();
+  state.source = { inputs: [input] };
+  state.label = label;
+  if (state.values) state.values.show(input);
+  const picture = pictureOf(input);
   if (picture) state.pad.show(picture, true);
   else state.pad.erase();
   at("hint").hidden = true;
@@ -153,27 +232,29 @@ function useArray(values, picture) {
 
 function another() {
   if (!state.answer) return;
-  state.views.push({ input: state.answer.input, picture: state.pad.copy() });
+  state.views.push({ input: state.answer.input, picture: state.values ? null : state.pad.copy() });
   if (state.pad.enabled && state.pad.inked) {
     state.pad.turn(state.views.length);
     state.source = null;
+    state.label = null;
   }
   update();
 }
 
 async function openFile(file) {
-  if (!state.model.pictures) { say("This model takes no pictures; paste an array instead.", "error"); settle("error"); return; }
+  if (!state.model.pictures) { fail("This model takes no pictures; paste an array instead."); return; }
+  settle("busy");
   let picture;
   try {
     picture = await createImageBitmap(file);
   } catch {
-    say(`${file.name} is not a picture that this browser can read; expected PNG, JPEG or WebP.`, "error");
-    settle("error");
+    fail(`${file.name} is not a picture that this browser can read; expected PNG, JPEG or WebP.`);
     return;
   }
   const share = Math.min(1, LARGEST_SIDE / Math.max(picture.width, picture.height));
   const canvas = element("canvas", { width: Math.max(1, Math.round(picture.width * share)), height: Math.max(1, Math.round(picture.height * share)) });
   canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+  forget();
   state.pad.show(picture, false);
   state.source = { images: [canvas.toDataURL("image/png")] };
   at("hint").hidden = true;
@@ -181,25 +262,23 @@ async function openFile(file) {
 }
 
 function readArray() {
-  const words = at("array").value.trim();
-  const numbers = words.replace(/[[\]()]/g, " ").split(/[\s,;]+/).filter(Boolean).map(Number);
+  const text = at("array").value.trim();
+  const numbers = text.replace(/[[\]()]/g, " ").split(/[\s,;]+/).filter(Boolean).map(Number);
   const shape = state.model.input_shape;
   const size = shape ? shape.reduce((product, length) => product * length, 1) : numbers.length;
   if (!numbers.length || numbers.some((value) => !Number.isFinite(value))) {
-    say("The array is invalid; expected finite numbers separated by commas or spaces.", "error");
-    settle("error");
+    fail("The array is invalid; expected finite numbers separated by commas or spaces.");
     return;
   }
   if (numbers.length !== size) {
-    say(`The array has ${numbers.length} numbers; this model takes ${size}.`, "error");
-    settle("error");
+    fail(`The array has ${numbers.length} numbers; this model takes ${size}.`);
     return;
   }
   let values = numbers;
   for (const length of (shape || []).slice(1).reverse()) {
     values = Array.from({ length: values.length / length }, (_, place) => values.slice(place * length, (place + 1) * length));
   }
-  useArray(values, isPicture() ? pixels(values, shape, state.model.digits) : null);
+  useArray(values);
 }
 
 function sliders() {
@@ -251,35 +330,66 @@ function examples() {
   const { model } = state;
   at("examples-box").hidden = !model.examples.length;
   at("examples").replaceChildren(...model.examples.map(({ input, label }, place) => {
-    const picture = isPicture() ? pixels(input, model.input_shape, model.digits) : null;
-    const button = element("button", { type: "button" }, picture || String(place + 1));
+    const button = element("button", { type: "button" }, pictureOf(input) || (label || String(place + 1)));
     button.setAttribute("aria-label", label ? `Example ${place + 1}, labelled ${label}` : `Example ${place + 1}`);
     button.title = label ? `labelled ${label}` : "";
-    button.addEventListener("click", () => useArray(input, picture));
+    button.addEventListener("click", () => useArray(input, label));
     return button;
   }));
+}
+
+// How inputs are made here: drawn, dropped as pictures, set by sliders, or only pasted.
+function inputs() {
+  const { model } = state;
+  const shape = model.input_shape;
+  const isTable = !model.picture && shape !== null && shape.length === 1 && shape[0] <= MOST_VALUES;
+  state.pad = new Pad(at("pad"), at("cursor"), changed);
+  state.pad.enabled = model.digits;
+  document.documentElement.dataset.digits = model.digits;
+  at("drop").hidden = !model.picture;
+  at("open").hidden = !model.pictures;
+  at("clear").hidden = !model.picture && !isTable;
+  if (!model.digits) {
+    at("hint").textContent = "drop a picture, or choose an example";
+    at("pad").removeAttribute("tabindex");
+    at("pad").setAttribute("aria-label", "The picture");
+  }
+  if (isTable) {
+    state.values = new Values(at("values"), shape[0], model.values, model.integers, changed);
+    at("clear").textContent = model.values ? "Typical values" : "All zero";
+  }
+  at("array").closest("details").open = !model.picture && !isTable;
+}
+
+// The page opens on the example that is the hardest to tell, already answered. All examples together give the scale of
+// the plane, which then stays.
+async function open() {
+  const { examples: all, limits, classes } = state.model;
+  const some = all.slice(0, limits.inputs);
+  if (!some.length) { update(); return; }
+  settle("busy");
+  try {
+    const include = classes.length <= MOST_LOGITS ? ["logits"] : [];
+    const { predictions } = await ask("/v1/predict", { inputs: some.map(({ input }) => input), include, seed: 0, samples: Math.min(200, limits.samples) });
+    if (include.length) state.range = planeRange(predictions);
+    const leads = predictions.map(({ pmf }) => { const [a, b] = [...pmf].sort((x, y) => y - x); return a - b; });
+    const { input, label } = some[leads.indexOf(Math.min(...leads))];
+    useArray(input, label);
+  } catch (trouble) { failed(trouble); }
 }
 
 async function start() {
   try {
     state.model = await ask("/v1/model");
-  } catch (trouble) {
-    if (trouble.status === 401) { at("token-dialog").showModal(); settle("token"); return; }
-    say(trouble.message, "error");
-    settle("error");
-    return;
-  }
+  } catch (trouble) { failed(trouble); return; }
   const { model } = state;
+  say("");
   at("about").textContent = model.about;
   at("uncalibrated").hidden = model.calibrated;
   at("foot").textContent = `errbar ${model.version} · ${model.posterior}: ${model.networks > 1 ? `${model.networks} networks fused, ` : ""}${model.parameters} parameters of ${model.layers.length} layers, ${model.structure}, ${model.fisher} · information of ${plain(model.samples)} training inputs · T ${plain(model.temperature)}, ${model.networks > 1 ? "q" : "T_c"} ${plain(model.covariance_scale)}${model.softening ? `, c ${plain(model.softening)}` : ""}`;
   at("preparation").textContent = model.pictures || "";
-  state.pad = new Pad(at("pad"), at("cursor"), padChanged);
-  state.pad.enabled = model.digits;
-  document.documentElement.dataset.digits = model.digits;
-  if (!model.digits) at("hint").textContent = model.pictures ? "drop a picture" : "paste an array below";
-  state.rows = new Rows(at("rows"), model.classes, update);
-  VIEWS_NOTE = at("views-note").textContent;
+  inputs();
+  state.rows = new Rows(at("rows"), model.classes, update, () => { if (state.answer) showWords(); });
   if (!model.reference) {
     empty(at("outlier"), "No training data to compare with.");
     at("outlier-note").textContent = "Start the service with --reference DATA to see how unusual an input is.";
@@ -287,7 +397,7 @@ async function start() {
   examples();
   sliders();
   wire();
-  update();
+  open();
 }
 
 themes();

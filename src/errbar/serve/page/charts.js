@@ -1,6 +1,6 @@
 // The charts: the plane of two logits, the heat map of P^f, the outlier scale, and the fusion of several views.
 
-import { element, percent, plain, svg } from "./numbers.js";
+import { element, percent, plain, svg, whole } from "./numbers.js";
 
 function text(x, y, content, attributes = {}) {
   const label = svg("text", { x, y, ...attributes });
@@ -28,18 +28,29 @@ function steps(low, high, count) {
   return ticks;
 }
 
-export function drawPlane(box, prediction, classes) {
+// The scale of the plane: from the lowest to the highest of the two leading logits, with two standard deviations.
+export function planeRange(predictions) {
+  const ends = predictions.flatMap(({ pmf, logits }) => {
+    const leading = pmf.map((_, place) => place).sort((a, b) => pmf[b] - pmf[a]).slice(0, 2);
+    return leading.flatMap((place) => [-2, 2].map((sigma) => logits.mean[place] + sigma * Math.sqrt(Math.max(logits.covariance[place][place], 0))));
+  });
+  const room = Math.max((Math.max(...ends) - Math.min(...ends)) * 0.06, 0.3);
+  return { low: Math.min(...ends) - room, high: Math.max(...ends) + room };
+}
+
+// The same range for every input, doubled only as often as it takes to show the ellipse of 1 σ.
+export function drawPlane(box, prediction, classes, range) {
   const [i, j] = prediction.points.classes;
   const { mean, covariance } = prediction.logits;
   const centre = [mean[i], mean[j]];
   const shape = axes(covariance[i][i], covariance[i][j], covariance[j][j]);
-  const all = prediction.points.logits.flat();
-  const reach = 2.4 * shape.major;
-  let low = Math.min(...all, centre[0] - reach, centre[1] - reach);
-  let high = Math.max(...all, centre[0] + reach, centre[1] + reach);
-  const room = Math.max((high - low) * 0.04, 0.3);
-  [low, high] = [low - room, high + room];
-  const [size, left, bottom] = [300, 34, 34];
+  let { low, high } = range;
+  let zoom = 1;
+  while ((Math.min(...centre) - shape.major < low || Math.max(...centre) + shape.major > high) && zoom < 1e6) {
+    const half = (high - low) / 2;
+    [low, high, zoom] = [low - half, high + half, 2 * zoom];
+  }
+  const [size, left, bottom] = [300, 48, 34];
   const x = (value) => left + ((value - low) / (high - low)) * size;
   const y = (value) => size + 8 - ((value - low) / (high - low)) * size;
   const parts = [];
@@ -48,25 +59,29 @@ export function drawPlane(box, prediction, classes) {
     parts.push(text(x(value), size + 22, plain(value), { "text-anchor": "middle" }), text(left - 6, y(value) + 4, plain(value), { "text-anchor": "end" }));
   }
   parts.push(svg("path", { class: "ink dash", d: `M${x(low)} ${y(low)}L${x(high)} ${y(high)}` }));
+  const frame = svg("clipPath", { id: "plane-frame" }, svg("rect", { x: left, y: 8, width: size, height: size }));
+  const inside = svg("g", { "clip-path": "url(#plane-frame)" });
   let first = 0;
   for (const [a, b] of prediction.points.logits) {
     first += a > b;
-    parts.push(svg("circle", { class: a > b ? "dot-a" : "dot-b", cx: x(a).toFixed(1), cy: y(b).toFixed(1), r: 2.1 }));
+    inside.append(svg("circle", { class: a > b ? "dot-a" : "dot-b", cx: x(a).toFixed(1), cy: y(b).toFixed(1), r: 2.1 }));
   }
   const unit = size / (high - low);
   const turn = `rotate(${(-shape.angle * 180) / Math.PI} ${x(centre[0])} ${y(centre[1])})`;
   for (const sigma of [1, 2]) {
-    parts.push(svg("ellipse", { class: "ink", "stroke-width": sigma === 1 ? 1.6 : 1, cx: x(centre[0]), cy: y(centre[1]), rx: sigma * shape.major * unit, ry: sigma * shape.minor * unit, transform: turn }));
+    inside.append(svg("ellipse", { class: "ink", "stroke-width": sigma === 1 ? 1.6 : 1, cx: x(centre[0]), cy: y(centre[1]), rx: sigma * shape.major * unit, ry: sigma * shape.minor * unit, transform: turn }));
   }
-  parts.push(svg("path", { class: "ink", "stroke-width": 1.4, d: `M${x(centre[0]) - 5} ${y(centre[1])}h10m-5 -5v10` }));
+  inside.append(svg("path", { class: "ink", "stroke-width": 1.4, d: `M${x(centre[0]) - 5} ${y(centre[1])}h10m-5 -5v10` }));
+  parts.push(frame, inside);
   const [a, b] = [classes[i], classes[j]];
   parts.push(text(left + size / 2, size + 40, `logit of ${a}, centred`, { "text-anchor": "middle", class: "blue" }));
   parts.push(text(10, 8 + size / 2, `logit of ${b}, centred`, { "text-anchor": "middle", class: "orange", transform: `rotate(-90 10 ${8 + size / 2})` }));
-  const share = first / prediction.points.logits.length;
+  const share = Math.round((100 * first) / prediction.points.logits.length) / 100;
   const chart = svg("svg", { viewBox: `0 0 ${left + size + 8} ${size + bottom + 14}`, role: "img" }, ...parts);
-  chart.setAttribute("aria-label", `Logits of ${a} and ${b}: ${percent(share, 0)} of the draws are on the side of ${a}`);
+  chart.dataset.range = `${low} ${high}`;
+  chart.setAttribute("aria-label", `Logits of ${a} and ${b}: ${whole(share)} of the draws are on the side of ${a}`);
   box.replaceChildren(chart);
-  return `Ellipses of 1 and 2 σ, ${prediction.points.logits.length} draws, and the line where both are equally probable: ${percent(share, 0)} of the draws are on the side of ${a}, ${percent(1 - share, 0)} on that of ${b}.`;
+  return `Ellipses of 1 and 2 σ, ${prediction.points.logits.length} draws, and the line where both are equally probable: ${whole(share)} of the draws are on the side of ${a}, ${whole(1 - share)} on that of ${b}.${zoom > 1 ? ` Shown at 1/${zoom} of the usual scale.` : ""}`;
 }
 
 export function drawHeat(box, prediction, classes, places, tell) {
@@ -98,7 +113,8 @@ export function drawHeat(box, prediction, classes, places, tell) {
     const value = prediction.covariance[i][j];
     const spread = Math.sqrt(prediction.covariance[i][i] * prediction.covariance[j][j]);
     const correlation = spread > 0 ? value / spread : 0;
-    tell(i === j ? `Var f(${classes[i]}) = ${plain(value)}, standard deviation ${percent(Math.sqrt(Math.max(value, 0)))}` : `Cov(f(${classes[i]}), f(${classes[j]})) = ${plain(value)}, correlation ${correlation.toFixed(2)}`);
+    const deviation = (place) => percent(Math.sqrt(Math.max(prediction.covariance[place][place], 0)));
+    tell(i === j ? `f(${classes[i]}) has a standard deviation of ${deviation(i)}.` : `f(${classes[i]}) and f(${classes[j]}): correlation ${correlation.toFixed(2).replace("-", "−")}, standard deviations ${deviation(i)} and ${deviation(j)}.`);
   };
   chart.addEventListener("pointermove", (event) => {
     const bounds = chart.getBoundingClientRect();
@@ -118,13 +134,16 @@ export function drawHeat(box, prediction, classes, places, tell) {
   if (focused) { chart.focus(); choose(at.row, at.column); }
 }
 
-// Density of the training inputs' mutual informations, from their percentiles, on a logarithmic axis; the input as a mark.
+// Density of the training inputs' mutual informations, from their percentiles, on a
+// logarithmic axis in multiples of their median; the input as a mark.
 export function drawOutlier(box, reference, outlier) {
-  const logs = reference.map((value) => Math.log10(Math.max(value, 1e-6)));
-  const here = outlier ? Math.log10(Math.max(outlier.mutual_information, 1e-6)) : null;
+  const middle = Math.max(reference[50], 1e-6);
+  const multiple = (value) => Math.log10(Math.max(value, 1e-6) / middle);
+  const logs = reference.map(multiple);
+  const here = outlier ? multiple(outlier.mutual_information) : null;
   const low = Math.min(logs[0], here ?? logs[0]) - 0.15;
   const high = Math.max(logs[100], here ?? logs[100]) + 0.15;
-  const [width, height] = [300, 92];
+  const [width, height] = [300, 102];
   const x = (value) => 4 + ((value - low) / (high - low)) * (width - 8);
   const bins = new Array(36).fill(0);
   const step = (logs[100] - logs[0]) / bins.length || 1;
@@ -140,18 +159,21 @@ export function drawOutlier(box, reference, outlier) {
   const peak = Math.max(...smooth);
   const points = smooth.map((value, bin) => `${x(logs[0] + (bin + 0.5) * step).toFixed(1)} ${(64 - (54 * value) / peak).toFixed(1)}`);
   const parts = [svg("path", { class: "area", d: `M${x(logs[0])} 64L${points.join("L")}L${x(logs[100])} 64Z` }), svg("path", { class: "grid", d: `M0 64H${width}` })];
+  // As many multiples as there is room for, and 1, the median, among them.
+  const every = Math.max(1, Math.ceil((high - low) / 6));
   for (let power = Math.floor(low); power <= high; power += 1) {
-    for (const factor of high - low > 2.5 ? [1] : [1, 2, 5]) {
-      const value = power + Math.log10(factor);
-      if (value < low || value > high) continue;
-      parts.push(svg("path", { class: "grid", d: `M${x(value)} 64v4` }), text(x(value), 80, plain(factor * 10 ** power), { "text-anchor": "middle" }));
+    if (power % every) continue;
+    for (const factor of high - low > 2 ? [1] : [1, 2, 5]) {
+      const place = power + Math.log10(factor);
+      if (place < low || place > high) continue;
+      const label = place < 0 ? `1/${Math.round(10 ** -place)}` : String(factor * 10 ** power);
+      if (factor > 1 && place < 0 && Math.abs(10 ** -place - Math.round(10 ** -place)) > 1e-6) continue;
+      parts.push(svg("path", { class: "grid", d: `M${x(place)} 64v4` }), text(x(place), 80, label, { "text-anchor": "middle" }));
     }
   }
+  parts.push(text(width / 2, 96, "doubt of the model itself, in multiples of the median", { "text-anchor": "middle" }));
   if (here !== null) parts.push(svg("path", { class: "mark", d: `M${x(here)} 6V68` }), svg("circle", { class: "orange", cx: x(here), cy: 6, r: 4 }));
   box.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...parts));
-  if (!outlier) return "How much of the doubt about an input comes from the model itself: its mutual information, compared with those of the training inputs.";
-  const times = outlier.times_the_median;
-  return `The model is less sure of itself here than about ${outlier.percentile.toFixed(1)} % of the ${outlier.training_inputs} training inputs: mutual information ${plain(outlier.mutual_information)} nats, ${times >= 10 ? times.toFixed(0) : times.toFixed(1)} times their median.`;
 }
 
 export function drawFusion(box, object, classes, count) {
@@ -174,7 +196,7 @@ export function drawFusion(box, object, classes, count) {
       bar.append(svg("line", { x1: x(source.lower[place]), x2: x(source.upper[place]), y1: y, y2: y }));
       const mark = svg("circle", { cx: x(source.pmf[place]), cy: y, r: 4.5 });
       bar.append(mark, text(left - 10, y + 4, name, { "text-anchor": "end" }));
-      const value = text(left + width + 8, y + 4, percent(source.pmf[place]), { class: kind === "fused" ? "strong" : "" });
+      const value = text(left + width + 8, y + 4, percent(source.pmf[place], { short: true }), { class: kind === "fused" ? "strong" : "" });
       value.dataset.kind = kind;
       value.dataset.class = classes[place];
       bar.append(value);

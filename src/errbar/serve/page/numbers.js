@@ -1,15 +1,29 @@
-// Numbers as text, and short ways to make elements.
+// Numbers as people write them, and short ways to make elements.
 
-export function percent(value, digits = 1) {
+// A share as a percentage with three digits at most: never exactly 0 or 100 % unless it is. `short` is for columns.
+export function percent(value, { short = false } = {}) {
   const share = 100 * value;
-  if (share > 0 && share < 0.05 && digits === 1) return "< 0.1 %";
+  if (share > 0 && share < 0.01) return short ? "< 0.01 %" : "less than 0.01 %";
+  if (share > 99.99 && share < 100) return short ? "> 99.99 %" : "more than 99.99 %";
+  const digits = share === 0 || share === 100 ? 0 : share < 0.095 || share > 99.9 ? 2 : 1;
   return `${share.toFixed(digits)} %`;
 }
 
+// The same without digits behind the point.
+export function whole(value) {
+  if (value > 0 && value < 0.005) return "< 1 %";
+  if (value < 1 && value >= 0.995) return "> 99 %";
+  return `${(100 * value).toFixed(0)} %`;
+}
+
+// A number with three significant digits, written out.
 export function plain(value) {
-  if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 0.01 && size < 1000 ? String(Number(value.toPrecision(3))) : value.toExponential(1).replace("e", " · 10^").replace("+", "");
+  if (size === 0) return "0";
+  const sign = value < 0 ? "−" : "";
+  if (size < 1e-6) return "about 0";
+  const digits = Math.min(Math.max(2 - Math.floor(Math.log10(size)), 0), 8);
+  return sign + (size >= 1e15 ? size.toExponential(2) : String(Number(size.toPrecision(3)) >= 1e-3 ? Number(size.toPrecision(3)) : size.toFixed(digits).replace(/0+$/, "")));
 }
 
 export function element(name, attributes = {}, ...children) {

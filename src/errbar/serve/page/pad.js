@@ -137,12 +137,10 @@ export class Pad {
   }
 }
 
-// An input of one or three channels with values from 0 to 1 as a small picture; ink dark on light for digits.
-export function pixels(values, shape, ink) {
-  const digits = shape.length === 1;
-  const side = Math.round(Math.sqrt(shape[0]));
-  const [height, width] = digits ? [side, side] : shape.slice(-2);
-  const channels = shape.length === 3 ? shape[0] : 1;
+// An input as a small picture of `shape` (channels, height, width), with values from `low` to `high`; ink dark on light
+// for digits.
+export function pixels(values, { shape, low, high }, ink) {
+  const [channels, height, width] = shape;
   const flat = values.flat(Infinity);
   const canvas = document.createElement("canvas");
   Object.assign(canvas, { width, height });
@@ -150,7 +148,7 @@ export function pixels(values, shape, ink) {
   const image = context.createImageData(width, height);
   for (let place = 0; place < width * height; place += 1) {
     for (let colour = 0; colour < 3; colour += 1) {
-      const value = flat[(channels === 3 ? colour * width * height : 0) + place];
+      const value = (flat[(channels === 3 ? colour * width * height : 0) + place] - low) / (high - low);
       image.data[4 * place + colour] = 255 * (ink ? 1 - value : value);
     }
     image.data[4 * place + 3] = 255;
