@@ -15,6 +15,7 @@ import torch
 import errbar
 from command_line import Workspace, run
 from errbar import demo
+from errbar.errors import ArgumentError
 from errbar.serve.digits import digits
 from errbar.serve.server import Address
 from processes import service_process
@@ -72,7 +73,9 @@ def test_a_posterior_needs_its_model(fitted: errbar.Posterior) -> None:
         (("--model", "tiny_net:trained"), "There is --model and no POSTERIOR"),
         (("--reference", "data.npz"), "There is --reference and no POSTERIOR"),
         (("--token-file", "missing.txt"), "The token file missing.txt cannot be read"),
-        (("--host", "256.0.0.1"), "Cannot listen on 256.0.0.1"),
+        (("--host", "256.0.0.1", "--insecure"), "Cannot listen on 256.0.0.1"),
+        (("--host", "0.0.0.0"), "Whoever reaches 0.0.0.0 could ask, since there is no token; expected --token-file"),
+        (("--host", "errbar.example"), "Whoever reaches errbar.example could ask"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(arguments: tuple[str, ...], sentence: str) -> None:
@@ -116,6 +119,14 @@ def test_loopback_is_the_default_and_known_by_its_names() -> None:
     assert not Address("0.0.0.0").is_loopback
     assert Address("0.0.0.0").hosts is None
     assert "127.0.0.2" in (Address("127.0.0.2").hosts or ())
+
+
+def test_other_machines_need_a_token_unless_everybody_is_wanted() -> None:
+    Address("0.0.0.0").require_protected("a-long-token", insecure=False)
+    Address("0.0.0.0").require_protected(None, insecure=True)
+    Address("127.0.0.1").require_protected(None, insecure=False)
+    with pytest.raises(ArgumentError, match="or --insecure to serve everybody"):
+        Address("::").require_protected(None, insecure=False)
 
 
 @pytest.mark.slow

@@ -34,6 +34,9 @@ def serve(
         Path | None,
         typer.Option("--token-file", metavar="FILE", help="Holds the token that clients must send; or ERRBAR_TOKEN."),
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without a token: whoever reaches --host can ask.")
+    ] = False,
     input_shape: Annotated[
         str | None,
         typer.Option("--input-shape", metavar="SHAPE", help="Shape of one input: 784, or 3x32x32 for pictures."),
@@ -85,6 +88,7 @@ def serve(
         )
         token = _token(token_file)
         address = Address(host, port)
+        address.require_protected(token, insecure=insecure)
         # Before the model is made: a port that is taken is told at once.
         bound = address.bind()
         try:
@@ -95,8 +99,6 @@ def serve(
                 if posterior
                 else _digits(here)
             )
-            if not address.is_loopback and token is None:
-                here.notice(f"Whoever reaches {host} can ask; a token (--token-file) keeps others out.")
             request_log = Log(enabled=log)
             app = application(service, limits, token=token, hosts=address.hosts, log=request_log)
             url = url_of(bound)

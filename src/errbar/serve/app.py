@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,17 @@ from errbar.serve.compute import (
     Work,
     compute,
 )
+from errbar.serve.decoding import Decoder
 from errbar.serve.guard import KINDS, Guard
 from errbar.serve.limits import LARGEST, Limits, Refusal, busy
 from errbar.serve.service import Served, Service
 from errbar.serve.telemetry import Log, Metrics, Record
 
 PAGE = Path(__file__).parent / "page"
-_DECODERS = 2
+# The limits that a client can keep to, as /v1/model tells them.
+_TOLD_LIMITS = ("inputs", "frames", "samples", "body_bytes", "seconds", "pixels", "request_pixels")
+
+Route = Callable[[Request], Awaitable[Response]]
 
 
 def application(
@@ -67,22 +71,32 @@ class Desk:
 
     def __init__(self, service: Service, limits: Limits) -> None:
         self.service, self.limits = service, limits
-        self.metrics = Metrics(lambda: self.batcher.queued_inputs)
+        self.metrics = Metrics(lambda: self.batcher.queued_inputs, lambda: self.decoder.queued_pixels)
         self.batcher: Batcher[Work, Answer] = Batcher(compute, limits, self.metrics.batch)
-        self._decoders: anyio.CapacityLimiter | None = None
+        self.decoder = Decoder(limits)
 
     async def answer(self, request: Request, work: Work, inputs: int) -> Answer:
-        """Queue work, and wait for its answer, up to the time limit."""
+        """Queue work, and wait for its answer."""
         request.scope["errbar"] = {"inputs": inputs}
-        future = asyncio.wrap_future(self.batcher.submit(work, inputs))
-        try:
-            return await asyncio.wait_for(future, self.limits.seconds)
-        except TimeoutError:
-            raise busy(
-                f"There was no answer within {self.limits.seconds:g} seconds. Ask again, with fewer inputs or samples.",
-                self.limits.seconds / 2,
-                503,
-            ) from None
+        return await asyncio.wrap_future(self.batcher.submit(work, inputs))
+
+    def in_time(self, route: Route) -> Route:
+        """The route with the time limit: the clock starts when the request is there, before anything is decoded."""
+
+        @wraps(route)
+        async def timed(request: Request) -> Response:
+            try:
+                async with asyncio.timeout(self.limits.seconds):
+                    return await route(request)
+            except TimeoutError:
+                raise busy(
+                    f"There was no answer within {self.limits.seconds:g} seconds. Ask again, with fewer inputs, "
+                    "pictures or samples.",
+                    self.limits.seconds / 2,
+                    503,
+                ) from None
+
+        return timed
 
     async def inputs(self, body: Any, served: Served) -> Tensor:
         """A request's inputs or images as a tensor for the network."""
@@ -94,11 +108,7 @@ class Desk:
                 "This model takes no pictures, or their size is unknown; expected inputs. For pictures, start the "
                 "service with --input-shape, for example 3x32x32."
             )
-        # Decoding takes time and memory: do it outside the event loop, and only a few at once.
-        if self._decoders is None:
-            self._decoders = anyio.CapacityLimiter(_DECODERS)
-        reader = partial(_read_pictures, rule, body.images, self.limits.pixels)
-        return await anyio.to_thread.run_sync(reader, limiter=self._decoders)
+        return await self.decoder.inputs(rule, body.images)
 
     def require_small(self, rows: int, classes: int, samples: int) -> None:
         if rows * classes * samples > LARGEST:
@@ -113,10 +123,6 @@ class Desk:
                 f"{frames} frames of {classes} classes have a joint covariance of {(frames * classes) ** 2:,} numbers; "
                 f"expected at most {LARGEST:,}. Fuse fewer frames at once."
             )
-
-
-def _read_pictures(rule: Any, images: Sequence[str], pixels: int) -> Tensor:
-    return torch.stack([rule.read(image, pixels) for image in images])
 
 
 def _routes(desk: Desk, token: str | None) -> FastAPI:
@@ -200,7 +206,7 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
         app.add_api_route(
             path,
-            function,
+            desk.in_time(function),
             methods=["POST"],
             response_class=JSONResponse,
             responses={200: {"model": answer_model}, **_problems(400, 401, 408, 413, 415, 421, 422, 429, 503)},
@@ -336,7 +342,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "calibrated": served.posterior.is_calibrated,
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
-        "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},
+        "limits": {name: getattr(limits, name) for name in _TOLD_LIMITS},
     }
 
 

@@ -59,7 +59,7 @@ class LogHandler(logging.Handler):
 class Metrics:
     """Counters of one service, in a registry of its own."""
 
-    def __init__(self, queue_length: Callable[[], float]) -> None:
+    def __init__(self, queued_inputs: Callable[[], float], queued_pixels: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         names = ["route", "status"]
         self.requests = Counter("errbar_requests", "Requests answered.", names, registry=self.registry)
@@ -73,7 +73,9 @@ class Metrics:
             "errbar_batch_seconds", "Seconds of a run of the network.", buckets=_SECONDS, registry=self.registry
         )
         self.inputs = Counter("errbar_inputs", "Inputs computed.", registry=self.registry)
-        Gauge("errbar_queue_inputs", "Inputs waiting.", registry=self.registry).set_function(queue_length)
+        Gauge("errbar_queue_inputs", "Inputs waiting.", registry=self.registry).set_function(queued_inputs)
+        pixels = Gauge("errbar_queue_pixels", "Pixels of pictures waiting or being decoded.", registry=self.registry)
+        pixels.set_function(queued_pixels)
         self.active = Gauge("errbar_active_requests", "Requests being read or answered.", registry=self.registry)
         ProcessCollector(registry=self.registry)
 
