@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.execution import plain_execution
+from errbar._base.quantiles import quantiles
 from errbar._distributions.sampling import (
     GaussianSampler,
     Sampler,
@@ -91,7 +92,7 @@ class Prediction:
     @cached_property
     def entropy(self) -> Float[Tensor, "B"]:
         """H(f̂) in nats: the total uncertainty about the class."""
-        return _entropy(self.pmf)
+        return entropy_of(self.pmf)
 
     @cached_property
     def mutual_information(self) -> Float[Tensor, "B"]:
@@ -124,12 +125,9 @@ class Prediction:
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
         """Equal-tailed intervals that hold f_m with probability `level`: (lower, upper)."""
-        if not isinstance(level, (int, float)) or not 0 < level < 1:
-            raise ArgumentError(f"The level of the interval is {level!r}; expected a number between 0 and 1.")
-        tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=self.pmf.dtype, device=self.pmf.device)
-        both = over_blocks(
-            self.sampler, lambda f: torch.quantile(f, tails, dim=2).permute(1, 2, 0), self.sampler.classes, 2
-        )
+        require_level(level)
+        tails = (1 - level) / 2, (1 + level) / 2
+        both = over_blocks(self.sampler, lambda f: quantiles(f, tails), self.sampler.classes, 2)
         return both[..., 0], both[..., 1]
 
     def samples(self) -> Float[Tensor, "B K M"]:
@@ -137,7 +135,12 @@ class Prediction:
         return over_blocks(self.sampler, lambda f: f.mT, self.sampler.samples, self.sampler.classes)
 
 
-def _entropy(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:
+def require_level(level: float) -> None:
+    if not isinstance(level, (int, float)) or not 0 < level < 1:
+        raise ArgumentError(f"The level of the interval is {level!r}; expected a number between 0 and 1.")
+
+
+def entropy_of(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:
     """−Σ_m f_m ln f_m, with ln f of the most likely class from the sum of the others.
 
     Where that is small, f itself has no digits left: 1 − 10⁻⁸ is 1 in float32.
