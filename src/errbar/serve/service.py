@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import errbar
+from errbar._base.digest import digest_of
+from errbar._base.quantiles import quantiles
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.batch import batches
 from errbar._posterior.pushing import keeps_draws, pushed_draws
 from errbar.errors import ArgumentError, DataError
+from errbar.serve.engine import LEVEL, SAMPLES, SEED, TORCH, Engine, engine_for, example_inputs
 from errbar.serve.pictures import PictureRule, rule_for
 
 # Number of training inputs that show what is usual.
@@ -44,6 +47,7 @@ class Served:
     reference: Float[Tensor, " N"] | None = None
     examples: tuple[tuple[Tensor, str], ...] = ()
     about: str = ""
+    engine: Engine = TORCH
 
     @cached_property
     def posteriors(self) -> tuple[errbar.Posterior, ...]:
@@ -53,6 +57,20 @@ class Served:
     @cached_property
     def _plain(self) -> Classifier:
         return self.posterior.uncalibrated() if isinstance(self.posterior, errbar.Posterior) else self.posterior
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of what answers depend on: the posteriors with T, T_c and c, and how they are fused."""
+        fused = None if isinstance(self.posterior, errbar.Posterior) else self.posterior
+        numbers = [] if fused is None else [fused.scales, fused.discrepancies, str(fused.calibration)]
+        return digest_of([*(posterior.fingerprint for posterior in self.posteriors), *map(repr, numbers)])
+
+    @property
+    def score_samples(self) -> int:
+        """The number of samples of an outlier score."""
+        if isinstance(self.posterior, errbar.Posterior):
+            return pushed_draws(self.posterior.information.task, _SCORE_SAMPLES)
+        return _SCORE_SAMPLES
 
     def plain_logits(self, x: Any) -> LogitGaussian:
         """The logits without calibration, which a request may choose."""
@@ -103,7 +121,7 @@ class Served:
 
         `plain` are their logits as the request needs them; other draws than those of the scores are not used.
         """
-        samples = _score_samples(self)
+        samples = self.score_samples
         if isinstance(plain.form, DrawnCovariance) or self.draws_parameters(samples):
             plain = self.drawn_logits(x, samples)
         return self.mutual_information(plain)
@@ -111,7 +129,26 @@ class Served:
     def mutual_information(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
         """From the logits without calibration, at the posterior's own."""
         calibrated = plain.calibrated(self.posterior.calibration)
-        return calibrated.predict(_score_samples(self)).mutual_information.double()
+        return calibrated.predict(self.score_samples).mutual_information.double()
+
+    def with_engine(self, kind: str) -> Served:
+        """The same with the engine of this kind, "auto", "onnx" or "torch"."""
+        if kind == "auto" and self.draws_parameters(SAMPLES):
+            reason = "With so many classes parameters are drawn and pushed forward, which no graph does."
+            return replace(self, engine=Engine("torch", reason))
+
+        def by_torch(x: Tensor) -> object:
+            prediction = self.plain_logits(x).calibrated(self.posterior.calibration).predict(SAMPLES, SEED)
+            return prediction.std, prediction.interval(LEVEL), prediction.mutual_information
+
+        known = [x for x, _ in self.examples]
+        example = example_inputs(self.shape, known, integers=self.integers)
+        return replace(self, engine=engine_for(kind, self.posterior, example, by_torch))
+
+    @cached_property
+    def usual_limit(self) -> float | None:
+        """The score that 5 % of the training inputs exceed; None where none were given."""
+        return None if self.reference is None else float(quantiles(self.reference, (0.95,)))
 
     def outlier(self, score: float) -> dict[str, float | int] | None:
         """How unusual a mutual information is among those of training inputs."""
@@ -179,7 +216,7 @@ def reference_scores(
 ) -> tuple[Float[Tensor, " N"], tuple[tuple[Tensor, str], ...]]:
     """Sorted mutual informations of the first inputs of `data`, and a few of these inputs."""
     scored = Served("", posterior, tuple(classes), None)
-    samples = _score_samples(scored)
+    samples = scored.score_samples
     scores: list[Tensor] = []
     example_pairs: list[tuple[Tensor, str]] = []
     count = 0
@@ -196,13 +233,6 @@ def reference_scores(
     if not scores:
         raise DataError("The reference data are empty: expected training inputs to compare with.")
     return torch.cat(scores)[:REFERENCE_INPUTS].sort().values, tuple(example_pairs)
-
-
-def _score_samples(served: Served) -> int:
-    """The number of samples of an outlier score."""
-    if isinstance(served.posterior, errbar.Posterior):
-        return pushed_draws(served.posterior.information.task, _SCORE_SAMPLES)
-    return _SCORE_SAMPLES
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
