@@ -30,6 +30,7 @@ import pages
 NOT_RUN = {
     "coming-from-laplace-torch.md": 1,
     "quickstart.md": 1,
+    "tutorials/deployment.md": 2,
     "tutorials/ensemble.md": 1,
     "tutorials/thousand-classes.md": 7,
 }

@@ -162,11 +162,13 @@ def test_its_history_stays_small_and_keeps_the_beginning() -> None:
 
 
 def test_without_a_monitor_there_is_nothing_to_tell(running: Running) -> None:
-    assert running.told("/v1/model")["monitor"] is False
-    for response in (running.ask("/v1/monitor"), running.ask("/v1/labels", [{"id": "a", "label": 0}])):
-        assert response.status_code == 404
-        assert "start errbar serve with --monitor" in response.text
-    assert len(predicted(running, inputs(3, 2))) == 3
+    assert running.told("/v1/model")["monitor"] is True
+    with service(member(reference=False)) as plain:
+        assert plain.told("/v1/model")["monitor"] is False
+        for response in (plain.ask("/v1/monitor"), plain.ask("/v1/labels", [{"id": "a", "label": 0}])):
+            assert response.status_code == 404
+            assert "start errbar serve with --monitor" in response.text
+        assert len(predicted(plain, inputs(3, 2))) == 3
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,12 @@ def document(running: Running) -> Any:
 
 
 OPERATIONS = [
-    *((path, "POST", mode) for path in ("/v1/predict", "/v1/fuse", "/v1/risk") for mode in GenerationMode),
-    *((path, "GET", GenerationMode.POSITIVE) for path in ("/v1/model", "/healthz", "/metrics")),
+    *(
+        (path, "POST", mode)
+        for path in ("/v1/predict", "/v1/fuse", "/v1/risk", "/v1/labels")
+        for mode in GenerationMode
+    ),
+    *((path, "GET", GenerationMode.POSITIVE) for path in ("/v1/model", "/v1/monitor", "/healthz", "/metrics")),
 ]
 
 

@@ -50,7 +50,7 @@ class Scores:
 
     @property
     def classes(self) -> int:
-        return self.pmf.shape[1]
+        return int(self.pmf.shape[1])
 
 
 def _numbers(values: Tensor) -> Float[np.ndarray, "..."]:

@@ -94,6 +94,7 @@ def serve(
     for module, package in (("fastapi", "FastAPI"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):
         extra(module, "Serving", package, "serve")
     extra("PIL.Image", "Serving", "Pillow", "serve")
+    from errbar._base.progress import track
     from errbar.cli.session import session
     from errbar.serve.app import application
     from errbar.serve.limits import Limits
@@ -125,7 +126,8 @@ def serve(
                 if posterior
                 else _digits(here)
             )
-            service = replace(service, members=tuple(member.with_engine(engine) for member in service.members))
+            members = track(service.members, "Preparing the engine", enabled=here.progress)
+            service = replace(service, members=tuple(member.with_engine(engine) for member in members))
             request_log = Log(enabled=log)
             watch = None
             if monitor is not None:
