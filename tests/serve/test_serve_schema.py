@@ -37,11 +37,9 @@ def document(running: Running) -> Any:
 
 
 OPERATIONS = [
-    *(
-        (path, "POST", mode)
-        for path in ("/v1/predict", "/v1/fuse", "/v1/risk", "/v1/labels")
-        for mode in GenerationMode
-    ),
+    *((path, "POST", mode) for path in ("/v1/predict", "/v1/fuse", "/v1/risk") for mode in GenerationMode),
+    # Right labels name classes, which the document does not list.
+    ("/v1/labels", "POST", GenerationMode.NEGATIVE),
     *((path, "GET", GenerationMode.POSITIVE) for path in ("/v1/model", "/v1/monitor", "/healthz", "/metrics")),
 ]
 
