@@ -2,7 +2,9 @@
 
 Both serve the demo's digits network from separate processes, with the same uvicorn. Clients are connections of one
 other process that request one input at a time, the next as soon as the answer arrives. "errbar" answers with PMF,
-standard deviations, intervals, entropy and mutual information from 1000 draws; "bare" with the softmax of the logits.
+standard deviations, intervals, entropy and mutual information from 1000 draws, computed by ONNX Runtime or by torch;
+"bare" with the softmax of the logits. At last 24 requests of 64 pictures each come at once, and ordinary ones beside
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from pydantic import BaseModel
 CLIENTS = (1, 8, 64)
 SECONDS = 5.0
 ROUNDS = 3
-SERVERS = ("errbar", "errbar, one request at a time", "bare")
+SERVERS = ("errbar", "errbar, by torch", "bare")
+# The pictures of the attack: as many pixels as a request may have, and more.
+ATTACKERS, PICTURES, SIDES = 24, 64, (500, 1900)
 
 
 def serve(kind: str) -> None:
@@ -46,8 +50,9 @@ def serve(kind: str) -> None:
     if kind == "bare":
         server = uvicorn.Server(uvicorn.Config(bare(made.posterior.model), log_level="warning", http="h11"))
     else:
-        limits = Limits(batch_inputs=1) if "one request" in kind else Limits()
-        server = server_for(application(Service((made,)), limits, log=Log(enabled=False)), limits, Log(enabled=False))
+        limits, engine = Limits(), "torch" if "torch" in kind else "onnx"
+        service = Service((made.with_engine(engine),))
+        server = server_for(application(service, limits, log=Log(enabled=False)), limits, Log(enabled=False))
     print(port, flush=True)
     server.run(sockets=[bound])
 
@@ -99,16 +104,63 @@ async def load(port: int, clients: int, seconds: float, requests: list[bytes]) -
     return taken, failed, time.perf_counter() - start
 
 
+async def attack(port: int, ordinary: list[bytes], side: int) -> dict[str, Any]:
+    """Seconds of ordinary requests while as many attackers as there are have not been answered yet."""
+    pictures = [picture(side)] * PICTURES
+    hostile = request_of({"images": pictures})
+    statuses: list[int] = []
+    taken: list[float] = []
+
+    async def attacker() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(hostile)
+        statuses.append(int((await reader.readuntil(b"\r\n\r\n"))[9:12]))
+        writer.close()
+
+    start = time.perf_counter()
+    attackers = [asyncio.create_task(attacker()) for _ in range(ATTACKERS)]
+    await asyncio.sleep(0.05)
+    failed: list[int] = []
+    while not all(one.done() for one in attackers) or not taken:
+        await client(port, ordinary, len(taken), time.perf_counter() + 0.01, taken, failed)
+    await asyncio.gather(*attackers)
+    return {
+        "pictures of": f"{side} × {side}",
+        "answered": statuses.count(200),
+        "refused": len(statuses) - statuses.count(200),
+        "attack, s": time.perf_counter() - start,
+        "ordinary requests": len(taken),
+        "longest, s": max(taken),
+        "not answered": len(failed),
+    }
+
+
+def picture(side: int) -> str:
+    """Noise in a frame, in base64: a digit to the service, that compresses to some kilobytes."""
+    import base64
+    import io
+
+    import numpy
+    from PIL import Image
+
+    values = numpy.full((side, side), 255, numpy.uint8)
+    values[side // 4 : -side // 4 : 7, side // 4 : -side // 4] = 0
+    target = io.BytesIO()
+    Image.fromarray(values).save(target, "PNG")
+    return base64.b64encode(target.getvalue()).decode()
+
+
+def request_of(content: dict[str, Any]) -> bytes:
+    body = json.dumps(content).encode()
+    head = "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
 def asked() -> list[bytes]:
     from errbar import demo
 
     x = demo.load(demo.DemoSettings()).test.x[:100]
-    found = []
-    for row in x.tolist():
-        body = json.dumps({"inputs": [row]}).encode()
-        head = "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        found.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return found
+    return [request_of({"inputs": [row]}) for row in x.tolist()]
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -153,12 +205,25 @@ def main() -> None:
                         "not answered": sum(len(failed) for _, failed, _ in runs),
                     }
                 )
+            bare_rate = rows[-1]["answers per second"]
+            for row in rows[-len(SERVERS) :]:
+                row["times slower than bare"] = bare_rate / row["answers per second"]
             show(f"{clients} clients", rows[-len(SERVERS) :])
+        attacks = [asyncio.run(attack(ports["errbar"], requests, side)) for side in SIDES]
+        show(f"{ATTACKERS} requests of {PICTURES} pictures at once", attacks)
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
-    save("serve", rows, samples=1000, seconds=arguments.seconds, rounds=ROUNDS, threads_of_each_service=1)
+    save(
+        "serve",
+        rows,
+        attacks=attacks,
+        samples=1000,
+        seconds=arguments.seconds,
+        rounds=ROUNDS,
+        threads_of_each_service=1,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 import errbar
 from command_line import CLASSES, Workspace, run, said
-from errbar._export.write import OUTPUTS
+from errbar._export.write import ON_REQUEST, OUTPUTS
 from errbar.cli import main, options
 
 MODEL = ["--model", "tiny_net:trained"]
@@ -163,7 +163,7 @@ def test_a_mistake_about_an_export_is_one_sentence(arguments: list[str], expecte
 
 
 def test_the_outputs_to_choose_from_are_those_of_the_library() -> None:
-    assert [options.argument_of(choice) for choice in options.OutputName] == list(OUTPUTS)
+    assert [options.argument_of(choice) for choice in options.OutputName] == [*OUTPUTS, *ON_REQUEST]
 
 
 # ----------------------------------------------------------------------------------------- mistakes in the user's code

@@ -15,6 +15,7 @@ import torch
 import errbar
 from command_line import Workspace, run
 from errbar import demo
+from errbar.errors import ArgumentError
 from errbar.experiments.networks import paper_network
 from errbar.serve.digits import COPIES, SETTINGS, TEMPERATURE, VALIDATION_COPIES, digits, drawn
 from errbar.serve.server import Address
@@ -32,7 +33,7 @@ def fitted(workspace: Workspace) -> errbar.Posterior:
 def test_a_posterior_from_files_is_served_and_stops_gracefully(workspace: Workspace, fitted: errbar.Posterior) -> None:
     x = workspace.test[0][:3]
     arguments = ["it.safetensors", "other.safetensors", "--model", "tiny_net:trained", "--model", "tiny_net:other"]
-    arguments += ["--reference", "data.npz"]
+    arguments += ["--reference", "data.npz", "--engine", "torch", "--monitor", "data.npz"]
     token = {"ERRBAR_TOKEN": "a-token-of-the-environment"}
     with service_process(workspace.folder, *arguments, **token) as (process, said):
         headers = {"authorization": "Bearer a-token-of-the-environment"}
@@ -43,14 +44,21 @@ def test_a_posterior_from_files_is_served_and_stops_gracefully(workspace: Worksp
         assert told["classes"] == ["ant", "bee", "cat"]
         assert told["input_shape"] == [4]
         assert told["reference"] is not None
+        assert (told["engine"], told["engine_reason"]) == ("torch", "torch was asked for.")
         body = {"inputs": x.tolist(), "samples": 100}
         answer = httpx.post(f"{said['url']}/v1/predict", json=body, headers=headers).json()
         found = torch.tensor([one["pmf"] for one in answer["predictions"]], dtype=torch.float64)
         torch.testing.assert_close(found, fitted.predict(x, 100).pmf, atol=1e-12, rtol=0)
+        usual = httpx.post(f"{said['url']}/v1/predict", json={"inputs": x.tolist()}, headers=headers).json()
+        label = {"id": usual["predictions"][1]["id"], "label": "bee"}
+        assert httpx.post(f"{said['url']}/v1/labels", json=[label], headers=headers).json()["matched"] == 1
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
+    # Beside the posterior, with what was still to be written when the service stopped.
+    state = json.loads(Path("it.monitor.json").read_text(encoding="utf-8"))
+    assert (state["skipped"], state["monitor"]["inputs"], state["monitor"]["tally"]["labels"]) == (3, 3, 1)
     events = [json.loads(line) for line in err.splitlines()]
-    assert [line["status"] for line in events if line["event"] == "request"] == [401, 200, 200]
+    assert [line["status"] for line in events if line["event"] == "request"] == [401, 200, 200, 200, 200]
     assert "a-token" not in err
 
 
@@ -78,8 +86,11 @@ def test_a_posterior_needs_its_model(fitted: errbar.Posterior) -> None:
         (("--model", "tiny_net:trained"), "There is --model and no POSTERIOR"),
         (("--reference", "data.npz"), "There is --reference and no POSTERIOR"),
         (("--picture-shape", "8x8"), "There is --picture-shape and no POSTERIOR"),
+        (("--monitor-state", "state.json"), "There is --monitor-state and no --monitor"),
         (("--token-file", "missing.txt"), "The token file missing.txt cannot be read"),
-        (("--host", "256.0.0.1"), "Cannot listen on 256.0.0.1"),
+        (("--host", "256.0.0.1", "--insecure"), "Cannot listen on 256.0.0.1"),
+        (("--host", "0.0.0.0"), "Whoever reaches 0.0.0.0 could ask, since there is no token; expected --token-file"),
+        (("--host", "errbar.example"), "Whoever reaches errbar.example could ask"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(arguments: tuple[str, ...], sentence: str) -> None:
@@ -123,6 +134,14 @@ def test_loopback_is_the_default_and_known_by_its_names() -> None:
     assert not Address("0.0.0.0").is_loopback
     assert Address("0.0.0.0").hosts is None
     assert "127.0.0.2" in (Address("127.0.0.2").hosts or ())
+
+
+def test_other_machines_need_a_token_unless_everybody_is_wanted() -> None:
+    Address("0.0.0.0").require_protected("a-long-token", insecure=False)
+    Address("0.0.0.0").require_protected(None, insecure=True)
+    Address("127.0.0.1").require_protected(None, insecure=False)
+    with pytest.raises(ArgumentError, match="or --insecure to serve everybody"):
+        Address("::").require_protected(None, insecure=False)
 
 
 @pytest.mark.slow

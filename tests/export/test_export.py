@@ -24,14 +24,15 @@ import errbar
 from errbar._base import linalg
 from errbar._base.execution import plain_execution
 from errbar._export.chain import Sample, chained
-from errbar._export.graph import cholesky
-from errbar._export.write import ExportRequest, checked_thresholds, graph_of
+from errbar._export.graph import cholesky, interval_of_draws, interval_ranks
+from errbar._export.write import ON_REQUEST, ExportRequest, checked_thresholds, graph_of
 from errbar._model.batch import Batch
 from networks import perceptron
 from places import ROOT
 
 NAMES = ["pmf", "std", "covariance", "logits", "logit_covariance", "risk"]
 THRESHOLDS = (0.05, 0.5)
+LEVEL = 0.9
 
 
 def seeded(model: nn.Module, seed: int = 0, scale: float = 1.5) -> nn.Module:
@@ -102,6 +103,9 @@ def require_parity(
         "logits": logits.mean,
         "logit_covariance": logits.covariance,
     }
+    if "lower" in found:
+        interval = prediction.interval(LEVEL)
+        expected |= {"lower": interval[0], "upper": interval[1], "mutual_information": prediction.mutual_information}
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         scale = value.abs().max().clamp_min(1)
@@ -131,7 +135,8 @@ def by_graph(
         seed,
         draws,
         limits.to(task.network.dtype),
-        tuple(NAMES),
+        (*NAMES, *ON_REQUEST),
+        LEVEL,
     )
     with plain_execution(task.network.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch deprecates inside itself, as in `export`
@@ -302,6 +307,39 @@ def test_the_head_of_the_paper_in_onnx_runtime(tmp_path: Path) -> None:
     for size in (1, 7, 64):
         x = normal(size, 64, seed=size)
         require_parity(by_onnx_runtime(path, x=x), posterior, x, seed=11, samples=1000)
+
+
+def test_intervals_and_mutual_information_come_where_they_are_named(tmp_path: Path) -> None:
+    posterior, shape = fitted("last layer, kron", 1)
+    path = tmp_path / "posterior.onnx"
+    names = ("mutual_information", "upper", "lower", "pmf")
+    posterior.export(path, example=normal(3, *shape), samples=200, outputs=names, level=0.8)
+    x = normal(20, *shape, seed=2)
+    found, prediction = by_onnx_runtime(path, x=x), posterior.predict(x, 200)
+    assert list(found) == ["pmf", "lower", "upper", "mutual_information"]
+    for name, value in zip(("lower", "upper"), prediction.interval(0.8), strict=True):
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+    # Relative too: scores are compared on a logarithmic grid.
+    torch.testing.assert_close(found["mutual_information"], prediction.mutual_information, rtol=1e-4, atol=1e-9)
+    assert json.loads(described(path)["errbar.level"]) == 0.8
+    with pytest.raises(errbar.ArgumentError, match=r"The level of the interval is 1; expected a number between"):
+        posterior.export(path, example=x, outputs=names, level=1)
+
+
+@pytest.mark.parametrize(("count", "level"), [(1, 0.5), (2, 0.9), (3, 0.5), (41, 0.95), (100, 0.01)])
+def test_an_interval_from_the_ends_is_that_from_all_samples(count: int, level: float) -> None:
+    samples = torch.rand(2, 3, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pmf = samples.mean(2)
+    pmf[0, 1] = torch.nan
+    ranks = interval_ranks(level, count, samples.dtype)
+    for found, share in zip(interval_of_draws(samples, pmf, ranks), ((1 - level) / 2, (1 + level) / 2), strict=True):
+        expected = torch.quantile(samples, share, dim=2)
+        expected[0, 1] = torch.nan
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def described(path: Path) -> dict[str, str]:
+    return {entry.key: entry.value for entry in onnx.load(path).metadata_props}
 
 
 # ------------------------------------------------------------------------------------------------- the derivative

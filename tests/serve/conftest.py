@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving import Running, member, service
+from errbar.serve.monitoring import monitor_for
+from serving import Running, data, member, service
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with service(member(), member("other", 1)) as service_of_two:
+    first = member()
+    monitor = monitor_for(first, [data()], "held.npz", None)
+    with service(first, member("other", 1), monitor=monitor) as service_of_two:
         yield service_of_two

@@ -15,10 +15,15 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from torch import nn
 
+import errbar
+from errbar.errors import ArgumentError
 from errbar.serve import compute
 from errbar.serve.limits import Limits
-from serving import Running, answered, member, posterior, service
+from errbar.serve.pictures import PictureRule
+from errbar.serve.service import Served, served
+from serving import Running, answered, data, member, network, png, posterior, service
 
 LIMITS = Limits(
     body_bytes=20_000,
@@ -391,6 +396,99 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(gate: threading.Event) 
     assert [line for line in running.lines() if line["event"] == "failure"] == []
 
 
+# ------------------------------------------------------------------------------------------------- pictures at once
+
+
+def seer() -> Served:
+    """A posterior for pictures of 2 × 2."""
+    x, _ = data()
+    fitted = errbar.fit(nn.Sequential(nn.Flatten(), network()), [(x.reshape(-1, 1, 2, 2),)], last_layers=2)
+    return served("pictures", fitted, shape=(1, 2, 2))
+
+
+PICTURE = png([[0, 255], [51, 102]])
+
+
+@pytest.fixture
+def slow_pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowPictures]:
+    slow = SlowPictures()
+    plain = PictureRule.prepared
+
+    def waiting(self: PictureRule, picture: Any) -> Any:
+        slow.begun.append(picture.size)
+        assert slow.open.wait(20)
+        return plain(self, picture)
+
+    monkeypatch.setattr(PictureRule, "prepared", waiting)
+    yield slow
+    slow.open.set()
+
+
+class SlowPictures:
+    """Decoding waits for `open`; `begun` has the sizes of what was begun."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun: list[tuple[int, int]] = []
+
+
+def test_the_pictures_of_one_request_are_bounded_together() -> None:
+    limits = Limits(pixels=4, request_pixels=10)
+    with service(seer(), limits=limits) as running:
+        assert running.ask("/v1/predict", {"images": [PICTURE] * 2}).status_code == 200
+        response = running.ask("/v1/predict", {"images": [PICTURE] * 3})
+        assert "The pictures have more than 10 pixels together" in refused(response, 422)
+        assert running.told("/v1/model")["limits"]["request_pixels"] == 10
+
+
+def test_pictures_wait_in_a_queue_of_their_own_which_has_an_end(slow_pictures: SlowPictures) -> None:
+    limits = Limits(pixels=4, request_pixels=8, queue_pixels=12)
+    with service(seer(), limits=limits) as running, ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(running.ask, "/v1/predict", {"images": [PICTURE] * count}) for count in (2, 1)]
+        while "errbar_queue_pixels 12.0" not in running.ask("/metrics").text:
+            time.sleep(0.02)
+        response = running.ask("/v1/predict", {"images": [PICTURE]})
+        assert "Pictures of 12 pixels are waiting, and there is room for 12" in refused(response, 429)
+        assert int(response.headers["retry-after"]) >= 1
+        # Who sends numbers does not wait for the pictures of others.
+        assert running.ask("/v1/predict", {"inputs": [[[[0.0, 1.0], [0.2, 0.4]]]]}).status_code == 200
+        slow_pictures.open.set()
+        assert [future.result(20).status_code for future in waiting] == [200, 200]
+        assert "errbar_queue_pixels 0.0" in running.ask("/metrics").text
+
+
+def test_requests_with_pictures_take_turns(slow_pictures: SlowPictures) -> None:
+    wide = png([[0, 255, 51], [102, 0, 7]])
+    with service(seer()) as running, ThreadPoolExecutor(4) as pool:
+        many = pool.submit(running.ask, "/v1/predict", {"images": [PICTURE] * 20})
+        while len(slow_pictures.begun) < 1:
+            time.sleep(0.02)
+        one = pool.submit(running.ask, "/v1/predict", {"images": [wide]})
+        while "errbar_queue_pixels 86.0" not in running.ask("/metrics").text:
+            time.sleep(0.02)
+        slow_pictures.open.set()
+        assert (one.result(20).status_code, many.result(20).status_code) == (200, 200)
+    assert slow_pictures.begun.index((3, 2)) <= 3
+
+
+def test_the_clock_runs_while_pictures_are_decoded(slow_pictures: SlowPictures) -> None:
+    with service(seer(), limits=Limits(seconds=0.3)) as running, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(running.ask, "/v1/predict", {"images": [PICTURE] * 5})
+        while not slow_pictures.begun:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        slow_pictures.open.set()
+        assert "no answer within 0.3 seconds" in refused(asked.result(20), 503)
+        # What nobody waits for is not decoded.
+        assert len(slow_pictures.begun) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"request_pixels": 10}, {"queue_pixels": 10}])
+def test_limits_on_pixels_that_leave_no_room_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="expected each with room for at least one of those before it"):
+        Limits(**sizes)
+
+
 def test_a_graceful_stop_answers_what_was_accepted(gate: threading.Event) -> None:
     with ThreadPoolExecutor(8) as pool:
         with service(member()) as running:
@@ -404,6 +502,7 @@ def test_a_graceful_stop_answers_what_was_accepted(gate: threading.Event) -> Non
             gate.set()
         found = [future.result(20) for future in waiting]
     assert [response.status_code for response in found] == [200] * 6
+    assert [response.headers["connection"] for response in found] == ["close"] * 6
     expected = posterior().predict(torch.tensor(GOOD["inputs"])).pmf[0].tolist()
     for response in found:
         assert response.json()["predictions"][0]["pmf"] == pytest.approx(expected, abs=1e-6)

@@ -76,6 +76,7 @@ def test_overload_loses_no_answer_and_takes_no_more_memory(workspace: Workspace)
         body = {"inputs": x.tolist(), "seed": number % 20, "samples": 1000}
         questions.append((json.dumps(body).encode(), fitted.predict(x, 1000, number % 20).pmf))
     arguments = ["overload.safetensors", "--model", "tiny_net:trained", "--queue", "64", "--no-log"]
+    arguments += ["--engine", "torch"]  # answers are compared to more digits than a graph has in common with torch
     with service_process(workspace.folder, *arguments) as (process, said):
         host, _, port = said["url"].removeprefix("http://").rpartition(":")
         end = time.monotonic() + SECONDS

@@ -38,7 +38,9 @@ def document(running: Running) -> Any:
 
 OPERATIONS = [
     *((path, "POST", mode) for path in ("/v1/predict", "/v1/fuse", "/v1/risk") for mode in GenerationMode),
-    *((path, "GET", GenerationMode.POSITIVE) for path in ("/v1/model", "/healthz", "/metrics")),
+    # Right labels name classes, which the document does not list.
+    ("/v1/labels", "POST", GenerationMode.NEGATIVE),
+    *((path, "GET", GenerationMode.POSITIVE) for path in ("/v1/model", "/v1/monitor", "/healthz", "/metrics")),
 ]
 
 
@@ -81,7 +83,10 @@ def test_the_document_knows_the_model(running: Running) -> None:
     inputs = document["components"]["schemas"]["PredictRequest"]["properties"]["inputs"]
     assert (inputs["minItems"], inputs["maxItems"]) == (1, 64)
     assert (inputs["items"]["minItems"], inputs["items"]["maxItems"]) == (4, 4)
-    assert set(document["paths"]) == {"/v1/predict", "/v1/fuse", "/v1/risk", "/v1/model", "/healthz", "/metrics"}
+    assert set(document["paths"]) == {"/v1/predict", "/v1/fuse", "/v1/risk", "/v1/model", "/healthz", "/metrics"} | {
+        "/v1/labels",
+        "/v1/monitor",
+    }
     references = set(_references(document))
     assert all(text.removeprefix("#/components/schemas/") in document["components"]["schemas"] for text in references)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import errbar
 from errbar.serve.app import application
 from errbar.serve.limits import Limits
+from errbar.serve.monitoring import ServiceMonitor
 from errbar.serve.server import Address, running, url_of
 from errbar.serve.service import Served, Service, served
 from errbar.serve.telemetry import Log
@@ -84,7 +85,11 @@ class Running:
 
 @contextmanager
 def service(
-    *members: Served, limits: Limits | None = None, token: str | None = None, port: int = 0
+    *members: Served,
+    limits: Limits | None = None,
+    token: str | None = None,
+    monitor: ServiceMonitor | None = None,
+    port: int = 0,
 ) -> Iterator[Running]:
     """These posteriors behind HTTP while the block runs."""
     limits = Limits() if limits is None else limits
@@ -92,7 +97,7 @@ def service(
     log = Log(stream)
     address = Address("127.0.0.1", port)
     bound = address.bind()
-    app = application(Service(members), limits, token=token, hosts=address.hosts, log=log)
+    app = application(Service(members), limits, token=token, hosts=address.hosts, log=log, monitor=monitor)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     with running(app, bound, limits, log) as server:
         yield Running(url_of(bound), stream, server, headers)

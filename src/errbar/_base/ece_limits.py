@@ -38,6 +38,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from errbar._base.quantiles import quantiles
+
 # In standard errors: from where on a bin keeps its gap, between where it begins and ends to stand out, and the room
 # below which its sign counts.
 _KEPT = 2.0
@@ -225,7 +227,7 @@ def _upper(bins: _Bins, draws: _Draws, alpha: float, sign: Float[Tensor, "J"], b
             return (counts * weight * torch.where(by_sign[:, None], sign[:, None] * gap, gap.abs())).sum(0)
 
         observation = float(estimate(bins.weight[:, None], bins.gap[:, None]))
-        observation = max(observation, float(estimate(draws.weight, without).quantile(_LUCK)))
+        observation = max(observation, float(quantiles(estimate(draws.weight, without), (_LUCK,))))
         gaps = spread(level)
         return 1 - draws.beyond(estimate(draws.weight, draws.gaps(gaps, sign)), observation) >= bins.tail(
             gaps, alpha, _UPPER

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.execution import graph_execution, plain_execution
+from errbar._base.quantiles import quantiles
 from errbar._distributions.sampling import (
     Replicable,
     Sampler,
@@ -143,7 +144,7 @@ class Prediction:
     @cached_property
     def entropy(self) -> Float[Tensor, "B"]:
         """H(f̂) in nats: the total uncertainty about the class."""
-        return _entropy(self.pmf)
+        return entropy_of(self.pmf)
 
     @cached_property
     def mutual_information(self) -> Float[Tensor, "B"]:
@@ -177,12 +178,9 @@ class Prediction:
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
         """Equal-tailed intervals that hold f_m with probability `level`: (lower, upper)."""
-        if not isinstance(level, (int, float)) or not 0 < level < 1:
-            raise ArgumentError(f"The level of the interval is {level!r}; expected a number between 0 and 1.")
-        tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=self.pmf.dtype, device=self.pmf.device)
-        both = over_blocks(
-            self.sampler, lambda f: torch.quantile(f, tails, dim=2).permute(1, 2, 0), self.sampler.classes, 2
-        )
+        require_level(level)
+        tails = (1 - level) / 2, (1 + level) / 2
+        both = over_blocks(self.sampler, lambda f: quantiles(f, tails), self.sampler.classes, 2)
         return both[..., 0], both[..., 1]
 
     def samples(self) -> Float[Tensor, "B K M"]:
@@ -211,7 +209,7 @@ class LabelPrediction(Prediction):
     @cached_property
     def entropy(self) -> Float[Tensor, "B L"]:
         """−f̂ ln f̂ − (1 − f̂) ln(1 − f̂) of each label, in nats."""
-        return _entropy(_both(self.pmf).flatten(0, 1)).unflatten(0, self.pmf.shape)
+        return entropy_of(_both(self.pmf).flatten(0, 1)).unflatten(0, self.pmf.shape)
 
     @cached_property
     def mutual_information(self) -> Float[Tensor, "B L"]:
@@ -238,7 +236,12 @@ def _both(probability: Float[Tensor, "b L *K"]) -> Float[Tensor, "b L 2 *K"]:
     return torch.stack([1 - probability, probability], 2)
 
 
-def _entropy(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:
+def require_level(level: float) -> None:
+    if not isinstance(level, (int, float)) or not 0 < level < 1:
+        raise ArgumentError(f"The level of the interval is {level!r}; expected a number between 0 and 1.")
+
+
+def entropy_of(pmf: Float[Tensor, "b M"]) -> Float[Tensor, "b"]:
     """−Σ_m f_m ln f_m, with ln f of the most likely class from the sum of the others.
 
     Where that is small, f itself has no digits left: 1 − 10⁻⁸ is 1 in float32.

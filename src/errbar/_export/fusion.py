@@ -91,7 +91,7 @@ def write_fused_export(
         )
         like = torch.empty(0, dtype=dtype)
         normal = standard_normal(request.samples, classes - 1, request.seed, like, request.draws).T
-        draws = Draws(normal.contiguous(), request.thresholds, request.calibration.temperature)
+        draws = Draws(normal.contiguous(), request.thresholds, request.calibration.temperature, request.level)
         return PredictionGraph(graph, draws, dtype=torch.float64, outputs=request.outputs)
 
     about = {

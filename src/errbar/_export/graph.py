@@ -32,6 +32,7 @@ class Draws:
     normal: Float[Tensor, "d K"]
     thresholds: Float[Tensor, "R M"]
     temperature: float = 1.0
+    level: float = 0.95
 
 
 class FullCovariance(nn.Module):
@@ -354,6 +355,8 @@ class PredictionGraph(nn.Module):
         super().__init__()
         self.gaussian, self.form, self.outputs = gaussian, gaussian.form, tuple(outputs)
         self.temperature = draws.temperature
+        # Outside what is traced: a graph chooses by no values.
+        self.ranks = interval_ranks(draws.level, draws.normal.shape[1], draws.normal.dtype)
         self.shares = [0.0, *linalg.jitters(linalg.largest_jitter(dtype))]
         self.register_buffer("normal", draws.normal)
         self.register_buffer("thresholds", draws.thresholds)
@@ -383,6 +386,10 @@ class PredictionGraph(nn.Module):
                 [(samples > limit[:, None]).to(pmf.dtype).mean(2) for limit in self.get_buffer("thresholds")], 1
             )
             results["risk"] = torch.where(unknown, torch.nan, share)
+        if {"lower", "upper"} & set(self.outputs):
+            results["lower"], results["upper"] = interval_of_draws(samples, pmf, self.ranks)
+        if "mutual_information" in self.outputs:
+            results["mutual_information"] = information_of_draws(samples, pmf)
         return {name: results[name] for name in self.outputs}
 
     def sampled_pmfs(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
@@ -400,6 +407,43 @@ class PredictionGraph(nn.Module):
             basis = self.get_buffer("basis")
             deviations = (basis - basis.mean(0)).to(mean.dtype) @ deviations
         return deviations + mean[:, :, None]
+
+
+def interval_ranks(level: float, count: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Where both ends of an interval lie among so many sorted samples, with the rounding of `_base.quantiles`."""
+    low, high = (torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=dtype) * (count - 1)).tolist()
+    return low, high
+
+
+def interval_of_draws(
+    samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"], ranks: tuple[float, float]
+) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+    """The quantiles of both tails, as `_base.quantiles` has them, from the fewest and the most of the samples alone."""
+    count = samples.shape[2]
+    ends = []
+    for rank, largest in zip(ranks, (False, True), strict=True):
+        # In either order both neighbours of the rank are among the first; a rank without fraction is its own.
+        place = count - 1 - rank if largest else rank
+        first = math.floor(place)
+        found = torch.topk(samples, min(first + 2, count), dim=2, largest=largest).values
+        near, far = found[:, :, first], found[:, :, min(first + 1, count - 1)]
+        # As a tensor: a number would be float32 in the file, see `_times`.
+        ends.append(near + _times(far - near, place - first))
+    lower, upper = (torch.where(torch.isnan(pmf), torch.nan, end) for end in ends)
+    return lower, upper
+
+
+def information_of_draws(samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"]) -> Float[Tensor, "B"]:
+    """(1/K) Σ_k Σ_m f̂_m (r ln r − r + 1), r = f_m⁽ᵏ⁾/f̂_m, as `Prediction.mutual_information` has it.
+
+    ONNX has no log1p. Near 1, where it matters, r − 1 is exact, so that ln r is as good.
+    """
+    kind = torch.finfo(samples.dtype)
+    scale = pmf.clamp_min(kind.tiny)
+    ratio = samples / scale[:, :, None]
+    terms = ratio.clamp_min(kind.eps / 2).log() * ratio - (ratio - 1)
+    means = terms.double().mean(2).to(samples.dtype)
+    return (means * scale).sum(1).clamp_min(0)
 
 
 @dataclass(frozen=True, eq=False)

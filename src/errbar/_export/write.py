@@ -40,6 +40,8 @@ from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_
 from errbar.version import __version__
 
 OUTPUTS = ("pmf", "std", "covariance", "logits", "logit_covariance", "risk")
+# Only those who name them get them: they take as long as everything else.
+ON_REQUEST = ("lower", "upper", "mutual_information")
 KINDS = (".onnx", ".pt2")
 # How far the graph may be from `predict`, as a share of the largest number (at least 1) of an output.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
@@ -57,6 +59,7 @@ class ExportRequest:
     draws: str
     thresholds: Float[Tensor, "R M"]
     outputs: tuple[str, ...]
+    level: float = 0.95
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,9 @@ class WorkedExample:
             "covariance": lambda: prediction.covariance,
             "logits": lambda: rounded.mean,
             "logit_covariance": lambda: rounded.covariance,
+            "lower": lambda: prediction.interval(request.level)[0],
+            "upper": lambda: prediction.interval(request.level)[1],
+            "mutual_information": lambda: prediction.mutual_information,
         }
         return WorkedExample(batch, {name: maker() for name, maker in makers.items() if name in request.outputs})
 
@@ -109,18 +115,19 @@ def checked_thresholds(risk: Any, prediction: Prediction) -> Float[Tensor, "R M"
 
 
 def checked_outputs(outputs: Sequence[str] | None, *, risk: bool) -> tuple[str, ...]:
-    """The outputs asked for, in the order of `OUTPUTS`; all of them unless some are named."""
+    """The outputs asked for, in the order of `OUTPUTS` and `ON_REQUEST`; `OUTPUTS` unless some are named."""
     if outputs is None:
         return OUTPUTS if risk else OUTPUTS[:-1]
     names = [outputs] if isinstance(outputs, str) else list(outputs)
-    unknown = [name for name in names if name not in OUTPUTS]
+    known = OUTPUTS + ON_REQUEST
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise ArgumentError(f"outputs is {outputs!r}; expected one or more of {', '.join(OUTPUTS)}.")
+        raise ArgumentError(f"outputs is {outputs!r}; expected one or more of {', '.join(known)}.")
     if "risk" in names and not risk:
         raise ArgumentError(
             "outputs has 'risk', but there is no threshold for it; expected, for example, risk=(0.05,)."
         )
-    return tuple(name for name in OUTPUTS if name in names)
+    return tuple(name for name in known if name in names)
 
 
 def write_export(
@@ -180,7 +187,7 @@ def graph_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -
     normal = standard_normal(request.samples, width, request.seed, like, request.draws).T
     if gaussian.basis is not None:
         normal = gaussian.basis.T.to(normal.dtype) @ normal
-    draws = Draws(normal.contiguous(), request.thresholds)
+    draws = Draws(normal.contiguous(), request.thresholds, level=request.level)
     return PredictionGraph(gaussian, draws, dtype=task.dtype, outputs=request.outputs)
 
 
@@ -265,6 +272,7 @@ def described_request(request: ExportRequest) -> dict[str, Any]:
         "draws": request.draws,
         "thresholds": request.thresholds.tolist(),
         "outputs": list(request.outputs),
+        **({"level": request.level} if {"lower", "upper"} & set(request.outputs) else {}),
     }
 
 

@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from numpy.typing import NDArray
+from jaxtyping import Int
 from torch import Tensor
 
 from errbar._base.checks import stored_whole, whole_number
@@ -52,8 +51,9 @@ from errbar._monitor.martingales import (
     score_cells,
 )
 from errbar._monitor.pending import Identifier, PendingLabels, identifiers
+from errbar._monitor.scores import Scores
 from errbar._monitor.settings import INPUT_TESTS, LABEL_TESTS, MonitorSettings, require_between
-from errbar.errors import ArgumentError, DataError, MismatchError
+from errbar.errors import ArgumentError, MismatchError
 
 _LABEL_BETS = {"overconfidence": GAP_BETS, "underconfidence": GAP_BETS, "innovation": INNOVATION_BETS}
 _LABEL_SIDES = {
@@ -88,7 +88,7 @@ class Monitor:
 
     def __init__(
         self,
-        reference: Prediction,
+        reference: Prediction | Scores,
         *,
         rate: float = 0.01,
         tests: Sequence[str] = INPUT_TESTS + LABEL_TESTS,
@@ -97,14 +97,15 @@ class Monitor:
         outstanding: int = 10_000,
         seed: int = 0,
     ) -> None:
-        _require_prediction(reference, "The reference")
+        scores = Scores.of(reference, "The reference", deviation=tolerance is None)
         limit = whole_number(outstanding)
         if limit is None or limit < 0:
             raise ArgumentError(f"outstanding is {outstanding!r}; expected a whole number of zero or more.")
         if tolerance is None:
-            tolerance = float(reference.std.gather(1, reference.label[:, None]).double().mean())
+            assert scores.deviation is not None
+            tolerance = float(scores.deviation.mean())
         self._settings = MonitorSettings(
-            classes=reference.sampler.classes,
+            classes=scores.classes,
             rate=rate,
             tests=(tests,) if isinstance(tests, str) else tuple(tests),
             tolerance=tolerance,
@@ -114,23 +115,23 @@ class Monitor:
         self._drawn = 0
         self._pending = PendingLabels(limit)
         self._generator = self._generator_at(0)
-        self._refer_to(reference)
+        self._refer_to(scores)
         self._begin()
 
     # ---------------------------------------------------------------------------------------------- the stream
 
-    def observe(self, prediction: Prediction, ids: Sequence[Identifier] | Tensor | None = None) -> list[Alarm]:
+    def observe(self, prediction: Prediction | Scores, ids: Sequence[Identifier] | Tensor | None = None) -> list[Alarm]:
         """The next predictions of the stream, in order; returns the alarms that they raise.
 
         `ids` are names (integers or strings) by which `label` refers to the inputs; without them no labels are
         expected.
         """
-        pmf = self._checked_pmf(prediction)
-        names = None if ids is None else identifiers(ids, len(pmf))
+        scores = self._checked(prediction)
+        names = None if ids is None else identifiers(ids, len(scores))
         self._pending.require_new(names or [])
-        cells = {test: _cells(prediction, test) for test in self._ranks}
+        cells = {test: _cells(scores, test) for test in self._ranks}
         alarms: list[Alarm] = []
-        for row in range(len(pmf)):
+        for row in range(len(scores)):
             self._inputs += 1
             for test, ranks in self._ranks.items():
                 uniform = self._uniform()
@@ -138,7 +139,7 @@ class Monitor:
                     ranks.observe(int(cells[test][row]), uniform, self._inputs)
                     alarms += self._judge(test, ranks.evidence, self._inputs)
             if names is not None:
-                self._pending.add(names[row], self._inputs, pmf[row])
+                self._pending.add(names[row], self._inputs, scores.pmf[row])
         return alarms
 
     def label(self, ids: Sequence[Identifier] | Tensor, labels: Any) -> list[Alarm]:
@@ -166,15 +167,14 @@ class Monitor:
                 alarms += self._judge(test, evidence, number)
         return alarms
 
-    def reset(self, reference: Prediction | None = None) -> None:
+    def reset(self, reference: Prediction | Scores | None = None) -> None:
         """Begin a new run, with the same reference or another: no evidence, no alarms, no pending labels.
 
         The new run has a false-alarm rate of `rate` again. Predictions still waiting for labels are dropped and
         counted, since they belong to the previous run. For another posterior, make another monitor.
         """
         if reference is not None:
-            self._checked_pmf(reference, "The reference")
-            self._refer_to(reference)
+            self._refer_to(self._checked(reference, "The reference"))
         self._pending.drop_all()
         self._begin()
 
@@ -297,7 +297,7 @@ class Monitor:
     def _cells_of(self, test: str) -> int:
         return self._settings.classes if test == "classes" else SCORE_CELLS
 
-    def _refer_to(self, reference: Prediction) -> None:
+    def _refer_to(self, reference: Scores) -> None:
         self._ranks = {
             test: RankTest.against(_cells(reference, test), self._cells_of(test)) for test in self._names(INPUT_TESTS)
         }
@@ -341,36 +341,17 @@ class Monitor:
             return f"more of class {int(excess.argmax())}"
         return RANK_SIDES[winner] if test in INPUT_TESTS else _LABEL_SIDES[test]
 
-    def _checked_pmf(self, prediction: Prediction, what: str = "The prediction") -> Float[np.ndarray, "B M"]:
-        _require_prediction(prediction, what)
-        if prediction.sampler.classes != self._settings.classes:
+    def _checked(self, prediction: Prediction | Scores, what: str = "The prediction") -> Scores:
+        scores = Scores.of(prediction, what)
+        if scores.classes != self._settings.classes:
             raise MismatchError(
-                f"{what} has {prediction.sampler.classes} classes and the monitor's reference has "
-                f"{self._settings.classes}; expected predictions of one posterior."
+                f"{what} has {scores.classes} classes and the monitor's reference has {self._settings.classes}; "
+                "expected predictions of one posterior."
             )
-        pmf: NDArray[np.float64] = prediction.pmf.detach().double().cpu().numpy()
-        return pmf
+        return scores
 
 
-def _cells(prediction: Prediction, test: str) -> Int[np.ndarray, "B"]:
+def _cells(scores: Scores, test: str) -> Int[np.ndarray, "B"]:
     if test == "classes":
-        labels: NDArray[np.int64] = prediction.label.cpu().numpy()
-        return labels
-    scores = prediction.entropy if test == "entropy" else prediction.mutual_information
-    return score_cells(scores.detach().double().cpu().numpy())
-
-
-def _require_prediction(prediction: Prediction, what: str) -> None:
-    if not isinstance(prediction, Prediction):
-        raise ArgumentError(
-            f"{what} is {type(prediction).__name__}; expected a Prediction from `posterior.predict(x)`."
-        )
-    if not prediction.sampler.kind.has_gauge:
-        raise ArgumentError(
-            f"{what} is of outputs='{prediction.sampler.kind.name}', and a monitor watches one of M classes; expected "
-            "predictions of outputs='classes'."
-        )
-    if len(prediction) == 0:
-        raise DataError(f"{what} holds no inputs; expected at least one.")
-    if not bool(prediction.pmf.isfinite().all()):
-        raise DataError(f"{what} holds NaN or infinite probabilities; expected finite ones.")
+        return scores.label
+    return score_cells(scores.entropy if test == "entropy" else scores.mutual_information)

@@ -28,7 +28,7 @@ from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.prediction import Prediction, require_level
 from errbar._distributions.sampling import require_samples, require_seed
 from errbar._model.batch import Batch, KeptUnpack, Unpack, is_stream, raw_batches, to_batch
 from errbar._operations.fusion_table import FusionTable
@@ -300,6 +300,7 @@ class FusedClassifier:
         risk: Any = (),
         draws: str = "random",
         outputs: Sequence[str] | None = None,
+        level: float = 0.95,
     ) -> None:
         """Write an `.onnx` or `.pt2` file with all networks and their fusion, which predicts by itself.
 
@@ -319,9 +320,10 @@ class FusedClassifier:
         checked_path(path)
         prediction = self.predict(example, samples, seed, each=each, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
+        require_level(level)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
         request = ExportRequest(
-            self.calibration, require_samples(samples), require_seed(seed), draws, thresholds, names
+            self.calibration, require_samples(samples), require_seed(seed), draws, thresholds, names, level
         )
         inputs = [example] * len(self) if each is None else list(each)
         batches = [posterior.prepared(x) for posterior, x in zip(self.posteriors, inputs, strict=True)]

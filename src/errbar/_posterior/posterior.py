@@ -29,7 +29,7 @@ from errbar._distributions.calibration import Calibration, require_covariance_sc
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._distributions.positions import PositionLogits
-from errbar._distributions.prediction import Prediction, prediction_of
+from errbar._distributions.prediction import Prediction, prediction_of, require_level
 from errbar._distributions.sampling import (
     GivenSampler,
     probabilities_,
@@ -503,12 +503,14 @@ class Posterior:
         risk: Any = (),
         draws: str = "random",
         outputs: Sequence[str] | None = None,
+        level: float = 0.95,
     ) -> None:
         """Write an `.onnx` or `.pt2` file that predicts by itself, for any batch size, with T, T_c and c in it.
 
         Its outputs are "pmf", "std", "covariance" (P^f), "logits", "logit_covariance" (P^g) and, where `risk` has
-        thresholds, "risk" (B, thresholds, M); or those named in `outputs`. They are what `predict(x, samples, seed)`
-        gives by P^g, with the same draws. `example` is one batch as for `predict`; it is not kept. The network in front
+        thresholds, "risk" (B, thresholds, M); or those named in `outputs`, which may be "lower" and "upper" too, the
+        interval of this `level`, and "mutual_information". They are what `predict(x, samples, seed)` gives by P^g, with
+        the same draws. `example` is one batch as for `predict`; it is not kept. The network in front
         of the selected layers may be anything; these and what follows must be linear layers with activations between
         them.
         """
@@ -525,6 +527,7 @@ class Posterior:
         self.information.task.require_classes("export")
         prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
+        require_level(level)
         names = checked_outputs(outputs, risk=len(thresholds) > 0)
         request = ExportRequest(
             self.calibration,
@@ -533,6 +536,7 @@ class Posterior:
             draws,
             thresholds,
             names,
+            level,
         )
         batch = self.prepared(example)
         # The batch size is free in the file, so the file must be right for one row as well as for several.

@@ -27,6 +27,9 @@ def export(
         list[options.OutputName] | None,
         typer.Option("--only", help="This output, not all of them. Can be repeated."),
     ] = None,
+    level: Annotated[
+        float, typer.Option("--level", help="Probability that lower and upper contain, which --only asks for.")
+    ] = 0.95,
     draws: Annotated[options.DrawsName, typer.Option("--draws", help="How the draws are made.")] = "random",
     samples: options.Samples = 1000,
     seed: options.Seed = 0,
@@ -54,7 +57,14 @@ def export(
             raise DataError(f"The data {data} are empty: expected at least one batch.")
         names = None if only is None else [options.argument_of(choice) for choice in only]
         loaded.classifier.export(
-            output, example=example, samples=samples, seed=seed, risk=thresholds, draws=draws, outputs=names
+            output,
+            example=example,
+            samples=samples,
+            seed=seed,
+            risk=thresholds,
+            draws=draws,
+            outputs=names,
+            level=level,
         )
         here.answer(
             {

@@ -35,6 +35,9 @@ class OutputName(StrEnum):
     LOGITS = "logits"
     LOGIT_COVARIANCE = "logit-covariance"
     RISK = "risk"
+    LOWER = "lower"
+    UPPER = "upper"
+    MUTUAL_INFORMATION = "mutual-information"
 
 
 def _structure_typed(text: str) -> str:

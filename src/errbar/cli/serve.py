@@ -7,8 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,7 +19,11 @@ from errbar.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
     from errbar.cli.session import Session
+    from errbar.serve.monitoring import ServiceMonitor
     from errbar.serve.service import Served, Service
+
+
+EngineName = Literal["auto", "onnx", "torch"]
 
 
 def serve(
@@ -34,6 +39,9 @@ def serve(
         Path | None,
         typer.Option("--token-file", metavar="FILE", help="Holds the token that clients must send; or ERRBAR_TOKEN."),
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without a token: whoever reaches --host can ask.")
+    ] = False,
     input_shape: Annotated[
         str | None,
         typer.Option("--input-shape", metavar="SHAPE", help="Shape of one input: 784, or 3x32x32 for pictures."),
@@ -46,6 +54,25 @@ def serve(
         str | None,
         typer.Option("--picture-shape", metavar="SHAPE", help="For the page: inputs are pictures of 8x8 or 3x32x32."),
     ] = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option("--engine", help="What computes: ONNX Runtime, torch, or the former where it can and is quicker."),
+    ] = "auto",
+    monitor: Annotated[
+        str | None,
+        typer.Option(
+            "--monitor", metavar="HELD_OUT", help="Raise alarms when inputs or labels differ from these data."
+        ),
+    ] = None,
+    monitor_state: Annotated[
+        Path | None,
+        typer.Option(
+            "--monitor-state", metavar="FILE", help="Keeps the monitor over restarts; by default beside POSTERIOR."
+        ),
+    ] = None,
+    monitor_rate: Annotated[
+        float, typer.Option("--monitor-rate", help="False-alarm rate of the monitor, of all tests and for ever.")
+    ] = 0.01,
     max_inputs: Annotated[int, typer.Option("--max-inputs", min=1, help="Most inputs in one request.")] = 64,
     max_body: Annotated[int, typer.Option("--max-body", min=1, help="Largest request, in MiB.")] = 4,
     max_samples: Annotated[
@@ -71,6 +98,7 @@ def serve(
     for module, package in (("fastapi", "FastAPI"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):
         extra(module, "Serving", package, "serve")
     extra("PIL.Image", "Serving", "Pillow", "serve")
+    from errbar._base.progress import track
     from errbar.cli.session import session
     from errbar.serve.app import application
     from errbar.serve.limits import Limits
@@ -89,6 +117,9 @@ def serve(
         )
         token = _token(token_file)
         address = Address(host, port)
+        address.require_protected(token, insecure=insecure)
+        if monitor is None and monitor_state is not None:
+            raise ArgumentError("There is --monitor-state and no --monitor; expected the data to compare answers with.")
         # Before the model is made: a port that is taken is told at once.
         bound = address.bind()
         try:
@@ -105,10 +136,13 @@ def serve(
                 if posterior
                 else _digits(here)
             )
-            if not address.is_loopback and token is None:
-                here.notice(f"Whoever reaches {host} can ask; a token (--token-file) keeps others out.")
+            members = track(service.members, "Preparing the engine", enabled=here.progress)
+            service = replace(service, members=tuple(member.with_engine(engine) for member in members))
             request_log = Log(enabled=log)
-            app = application(service, limits, token=token, hosts=address.hosts, log=request_log)
+            watch = None
+            if monitor is not None:
+                watch = _monitor(service.first, monitor, _state_of(posterior, monitor_state), monitor_rate)
+            app = application(service, limits, token=token, hosts=address.hosts, log=request_log, monitor=watch)
             url = url_of(bound)
             name = service.first.name
 
@@ -122,6 +156,21 @@ def serve(
                 server_for(app, limits, request_log, ready).run(sockets=[bound])
         finally:
             bound.close()
+
+
+def _monitor(served: Served, where: str, state: Path | None, rate: float) -> ServiceMonitor:
+    from errbar.cli.inputs import NEW, DataRequest
+    from errbar.serve.monitoring import monitor_for
+
+    source = DataRequest(where, 256).open(NEW, served.classes, labelled=False)
+    return monitor_for(served, source.loader, where, state, rate=rate)
+
+
+def _state_of(posteriors: Sequence[Path] | None, state: Path | None) -> Path | None:
+    """Where the monitor is kept: beside the first posterior, unless told; nowhere for the demo's digits."""
+    if state is not None or not posteriors:
+        return state
+    return posteriors[0].with_suffix(".monitor.json")
 
 
 def _token(file: Path | None) -> str | None:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar import metrics
+from errbar._base.quantiles import quantiles
 from errbar._model.batch import Batch, joined
 from errbar._posterior.posterior import Posterior
 from errbar.errors import DataError
@@ -46,11 +47,7 @@ def linearisation(posterior: Posterior, inputs: Sequence[Batch], draws: int, sam
     # Where all draws agree there is no spread to compare.
     is_uncertain = first > 1e-6
     ratios = (second / first)[is_uncertain]
-    middle = (
-        ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-        if is_uncertain.any()
-        else [math.nan] * 3
-    )
+    middle = quantiles(ratios, (0.25, 0.5, 0.75)).tolist() if is_uncertain.any() else [math.nan] * 3
     return Linearisation(
         inputs=len(batch),
         draws=draws,

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar import metrics
+from errbar._base.quantiles import quantiles
 from errbar.report.values import Estimate
 
 RESAMPLES = 1000
@@ -28,14 +29,13 @@ def means(values: Float[Tensor, "N k"], seed: int) -> list[Estimate]:
     for resample in range(RESAMPLES):
         resamples[resample] = values[torch.randint(count, (count,), generator=generator)].mean(0)
     middle = values.mean(0)
-    tails = torch.tensor([0.025, 0.975], dtype=torch.float64)
     estimates = []
     for column in range(columns):
         value = float(middle[column])
         if not math.isfinite(value):
             estimates.append(Estimate(value, math.nan, math.nan))
             continue
-        low, high = resamples[:, column].quantile(tails).tolist()
+        low, high = quantiles(resamples[:, column], (0.025, 0.975)).tolist()
         estimates.append(Estimate(value, 2 * value - high, 2 * value - low))
     return estimates
 

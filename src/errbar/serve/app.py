@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 import errbar
+from errbar._base.quantiles import quantiles
 from errbar._distributions.covariance import FullCovariance
 from errbar.errors import ArgumentError, DataError, ErrbarError, MismatchError, WeightsChangedError
 from errbar.serve import schemas
@@ -37,14 +40,20 @@ from errbar.serve.compute import (
     Predict,
     Work,
     compute,
+    is_usual,
 )
+from errbar.serve.decoding import Decoder
 from errbar.serve.guard import KINDS, Guard
 from errbar.serve.limits import LARGEST, Limits, Refusal, busy
+from errbar.serve.monitoring import ServiceMonitor
 from errbar.serve.service import Served, Service
 from errbar.serve.telemetry import Log, Metrics, Record
 
 PAGE = Path(__file__).parent / "page"
-_DECODERS = 2
+# The limits that a client can keep to, as /v1/model tells them.
+_TOLD_LIMITS = ("inputs", "frames", "samples", "body_bytes", "seconds", "pixels", "request_pixels")
+
+Route = Callable[[Request], Awaitable[Response]]
 
 
 def application(
@@ -54,35 +63,74 @@ def application(
     token: str | None = None,
     hosts: Collection[str] | None = None,
     log: Log | None = None,
+    monitor: ServiceMonitor | None = None,
 ) -> Any:
     """The service as an ASGI application: `Record` around `Guard` around the routes."""
     limits = Limits() if limits is None else limits
     log = Log() if log is None else log
-    desk = Desk(service, limits)
+    desk = Desk(service, limits, monitor, log)
     return Record(Guard(_routes(desk, token), limits, token, hosts), desk.metrics, log)
 
 
 class Desk:
-    """What the routes share: the queue, the counters, and the reading of inputs."""
+    """What the routes share: the queue, the counters, the monitor, the names of answers, and the reading of inputs."""
 
-    def __init__(self, service: Service, limits: Limits) -> None:
-        self.service, self.limits = service, limits
-        self.metrics = Metrics(lambda: self.batcher.queued_inputs)
-        self.batcher: Batcher[Work, Answer] = Batcher(compute, limits, self.metrics.batch)
-        self._decoders: anyio.CapacityLimiter | None = None
+    def __init__(self, service: Service, limits: Limits, monitor: ServiceMonitor | None, log: Log) -> None:
+        self.service, self.limits, self.monitor, self._log = service, limits, monitor, log
+        self.metrics = Metrics(lambda: self.batcher.queued_inputs, lambda: self.decoder.queued_pixels)
+        self.batcher: Batcher[Work, Answer] = Batcher(self._computed, limits, self.metrics.batch)
+        # The names of answers differ from those before a restart, whose labels may still come.
+        self._start, self._count = secrets.token_hex(4), itertools.count()
+        self.decoder = Decoder(limits)
+
+    def ids(self, count: int) -> tuple[str, ...]:
+        """Names for so many answers."""
+        return tuple(f"{self._start}-{next(self._count)}" for _ in range(count))
+
+    def _computed(self, works: Sequence[Work]) -> list[Answer]:
+        """The answers, which are counted and monitored before anybody has them: their labels cannot come earlier."""
+        answers = compute(works)
+        for work, answer in zip(works, answers, strict=True):
+            if isinstance(work, Predict):
+                for entry, name in zip(answer, work.ids, strict=True):
+                    entry["id"] = name
+                usual = is_usual(work.served, work.options)
+                self.metrics.answers(work.served, answer, is_usual=usual)
+                if self.monitor is not None:
+                    self._monitored(self.monitor, work, answer, is_usual=usual)
+        return answers
+
+    def _monitored(self, monitor: ServiceMonitor, work: Predict, answer: Answer, *, is_usual: bool) -> None:
+        try:
+            if is_usual and work.monitored and work.served.name == monitor.subject.posterior:
+                monitor.observe(answer)
+            else:
+                monitor.skip(len(answer))
+        except Exception as error:  # An answer is not lost because it could not be monitored.
+            self._log.failure(error)
 
     async def answer(self, request: Request, work: Work, inputs: int) -> Answer:
-        """Queue work, and wait for its answer, up to the time limit."""
+        """Queue work, and wait for its answer."""
         request.scope["errbar"] = {"inputs": inputs}
-        future = asyncio.wrap_future(self.batcher.submit(work, inputs))
-        try:
-            return await asyncio.wait_for(future, self.limits.seconds)
-        except TimeoutError:
-            raise busy(
-                f"There was no answer within {self.limits.seconds:g} seconds. Ask again, with fewer inputs or samples.",
-                self.limits.seconds / 2,
-                503,
-            ) from None
+        return await asyncio.wrap_future(self.batcher.submit(work, inputs))
+
+    def in_time(self, route: Route) -> Route:
+        """The route with the time limit: the clock starts when the request is there, before anything is decoded."""
+
+        @wraps(route)
+        async def timed(request: Request) -> Response:
+            try:
+                async with asyncio.timeout(self.limits.seconds):
+                    return await route(request)
+            except TimeoutError:
+                raise busy(
+                    f"There was no answer within {self.limits.seconds:g} seconds. Ask again, with fewer inputs, "
+                    "pictures or samples.",
+                    self.limits.seconds / 2,
+                    503,
+                ) from None
+
+        return timed
 
     async def inputs(self, body: Any, served: Served) -> Tensor:
         """A request's inputs or images as a tensor for the network."""
@@ -94,11 +142,7 @@ class Desk:
                 "This model takes no pictures, or their size is unknown; expected inputs. For pictures, start the "
                 "service with --input-shape, for example 3x32x32."
             )
-        # Decoding takes time and memory: do it outside the event loop, and only a few at once.
-        if self._decoders is None:
-            self._decoders = anyio.CapacityLimiter(_DECODERS)
-        reader = partial(_read_pictures, rule, body.images, self.limits.pixels)
-        return await anyio.to_thread.run_sync(reader, limiter=self._decoders)
+        return await self.decoder.inputs(rule, body.images)
 
     def require_small(self, rows: int, classes: int, samples: int) -> None:
         if rows * classes * samples > LARGEST:
@@ -115,15 +159,15 @@ class Desk:
             )
 
 
-def _read_pictures(rule: Any, images: Sequence[str], pixels: int) -> Tensor:
-    return torch.stack([rule.read(image, pixels) for image in images])
-
-
 def _routes(desk: Desk, token: str | None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if desk.monitor is not None:
+            desk.monitor.start()
         yield
         await anyio.to_thread.run_sync(desk.batcher.close)
+        if desk.monitor is not None:
+            await anyio.to_thread.run_sync(desk.monitor.close)
 
     app = FastAPI(
         title="errbar",
@@ -133,7 +177,8 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         docs_url=None,  # It would load scripts from other sites.
         redoc_url=None,
     )
-    predict_model, fuse_model, risk_model = models = schemas.request_models(desk.service, desk.limits)
+    predict_model, fuse_model, risk_model = schemas.request_models(desk.service, desk.limits)
+    models = (predict_model, fuse_model, risk_model, schemas.Labels)
     _add_errors(app)
 
     async def predict(request: Request) -> Response:
@@ -143,7 +188,9 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         x = await desk.inputs(body, served)
         desk.require_small(len(x), len(served.classes), body.samples)
         extras = frozenset(body.include)
-        predictions = await desk.answer(request, Predict(served, x, _options(body, body.risk, extras)), len(x))
+        options = _options(body, body.risk, extras)
+        work = Predict(served, x, options, desk.ids(len(x)), monitored=body.monitor)
+        predictions = await desk.answer(request, work, len(x))
         answer = _about(body, served) | {"level": body.level, "predictions": predictions}
         if "input" in extras:
             answer["inputs"] = x.tolist()
@@ -182,7 +229,8 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         served = desk.service.member(body.posterior)
         x = await desk.inputs(body, served)
         desk.require_small(len(x), len(served.classes), body.samples)
-        predictions = await desk.answer(request, Predict(served, x, _options(body, body.thresholds)), len(x))
+        work = Predict(served, x, _options(body, body.thresholds), desk.ids(len(x)))
+        predictions = await desk.answer(request, work, len(x))
         thresholds = body.thresholds
         answer = _about(body, served)
         answer["thresholds"] = thresholds if isinstance(thresholds, list) else [thresholds] * len(served.classes)
@@ -200,15 +248,60 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
         app.add_api_route(
             path,
-            function,
+            desk.in_time(function),
             methods=["POST"],
             response_class=JSONResponse,
             responses={200: {"model": answer_model}, **_problems(400, 401, 408, 413, 415, 421, 422, 429, 503)},
             openapi_extra={"requestBody": {"required": True, "content": content}},
         )
+    _add_monitor(app, desk)
     _add_reading(app, desk)
     app.openapi = partial(_document, app, models, token)  # type: ignore[method-assign]
     return app
+
+
+def _add_monitor(app: FastAPI, desk: Desk) -> None:
+    """The routes of the monitor: labels for what was answered, and what the monitor has seen."""
+
+    def watching() -> ServiceMonitor:
+        if desk.monitor is None:
+            raise Refusal(404, "Answers are not monitored; start errbar serve with --monitor HELD_OUT.")
+        return desk.monitor
+
+    async def labels(request: Request) -> Response:
+        """Labels of inputs that were answered, by the ids of their answers; in any order, late or never."""
+        monitor = watching()
+        body = await _validated(request, schemas.Labels)
+        classes = next(m.classes for m in desk.service.members if m.name == monitor.subject.posterior)
+        pairs = [(given.id, _label_number(given.label, classes)) for given in body.root]
+        return JSONResponse(await anyio.to_thread.run_sync(monitor.label, pairs))
+
+    async def monitor() -> Response:
+        """What the monitor has seen: evidence over time, alarms, since when, and how labels agree."""
+        return JSONResponse(await anyio.to_thread.run_sync(watching().told))
+
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Labels"}}}
+    app.add_api_route(
+        "/v1/labels",
+        labels,
+        methods=["POST"],
+        responses={200: {"model": schemas.LabelsAnswer}, **_problems(400, 401, 404, 408, 413, 415, 421, 422, 429)},
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
+    told: dict[int | str, dict[str, Any]] = {200: {"model": schemas.MonitorAnswer}}
+    app.add_api_route("/v1/monitor", monitor, responses={**told, **_problems(401, 404, 408, 413, 421, 429)})
+
+
+def _label_number(label: int | str, classes: Sequence[str]) -> int:
+    """The number of a class that is given by number or by name."""
+    if isinstance(label, str) and label in classes:
+        return classes.index(label)
+    if isinstance(label, str) or label >= len(classes):
+        raise DataError(
+            f"A label is none of the {len(classes)} classes; expected a name or a number from 0 that GET /v1/model has "
+            "among its classes."
+        )
+    return label
 
 
 def _add_reading(app: FastAPI, desk: Desk) -> None:
@@ -216,7 +309,7 @@ def _add_reading(app: FastAPI, desk: Desk) -> None:
 
     async def model() -> Response:
         """What is served: classes, inputs, calibration and limits."""
-        return JSONResponse(_description(desk.service, desk.limits))
+        return JSONResponse(_description(desk.service, desk.limits) | {"monitor": desk.monitor is not None})
 
     async def healthz() -> Response:
         """200 if requests are being computed, else 503."""
@@ -243,15 +336,20 @@ def _add_reading(app: FastAPI, desk: Desk) -> None:
     app.mount("/page", StaticFiles(directory=PAGE))
 
 
-async def _parsed(request: Request, model: type[BaseModel]) -> Any:
+async def _validated(request: Request, model: type[BaseModel]) -> Any:
     """The body as `model`, or a refusal that says where it is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "The request is not JSON; expected a JSON body and 'Content-Type: application/json'.")
     try:
-        body = model.model_validate_json(await request.body())
+        return model.model_validate_json(await request.body())
     except ValidationError as error:
         raise _refused(error) from None
+
+
+async def _parsed(request: Request, model: type[BaseModel]) -> Any:
+    """The body as a request with inputs in one of their forms."""
+    body = await _validated(request, model)
     sources = [name for name in ("inputs", "images", "gaussians") if getattr(body, name, None) is not None]
     if len(sources) != 1:
         names = [name for name in ("inputs", "images", "gaussians") if name in model.model_fields]
@@ -316,7 +414,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
     rule, reference = served.pictures, served.reference
     spread = None
     if reference is not None:
-        spread = torch.quantile(reference, torch.linspace(0, 1, 101, dtype=reference.dtype)).tolist()
+        spread = quantiles(reference, [share / 100 for share in range(101)]).tolist()
     return {
         "posterior": served.name,
         "posteriors": [member.name for member in service.members],
@@ -339,7 +437,9 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "calibrated": served.posterior.is_calibrated,
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],
-        "limits": {name: getattr(limits, name) for name in ("inputs", "frames", "samples", "body_bytes", "seconds")},
+        "engine": served.engine.name,
+        "engine_reason": served.engine.reason,
+        "limits": {name: getattr(limits, name) for name in _TOLD_LIMITS},
     }
 
 

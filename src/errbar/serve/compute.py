@@ -19,6 +19,7 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import GivenSampler
 from errbar.errors import ArgumentError
+from errbar.serve.engine import LEVEL, SAMPLES, SEED, Statistics
 from errbar.serve.service import Served
 
 # Draws of the logits that are sent for plotting.
@@ -37,9 +38,9 @@ class AnswerOptions:
     temperature: float | None = None
     covariance_scale: float | None = None
     softening: float | None = None
-    samples: int = 1000
-    seed: int = 0
-    level: float = 0.95
+    samples: int = SAMPLES
+    seed: int = SEED
+    level: float = LEVEL
     thresholds: float | tuple[float, ...] | None = None
     include: frozenset[str] = frozenset()
 
@@ -51,6 +52,8 @@ class Predict:
     served: Served
     x: Tensor
     options: AnswerOptions
+    ids: tuple[str, ...] = ()
+    monitored: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +105,18 @@ def compute(works: Sequence[Work]) -> list[Answer]:
 
 
 def predict_together(works: Sequence[Predict]) -> list[Answer]:
-    """One run of the network for all that need P^g; one sampling, with its statistics, per set of options."""
+    """What is usual by one run of the graph, if there is one. Of the rest one run of the network for all that need
+    P^g; one sampling, with its statistics, per set of options.
+    """
     served = works[0].served
+    answers = _by_graph(served, works)
     kinds: dict[AnswerOptions, list[int]] = {}
     for place, work in enumerate(works):
-        kinds.setdefault(work.options, []).append(place)
-    by_covariance = [place for place, work in enumerate(works) if not _draws_parameters(served, work.options)]
+        if place not in answers:
+            kinds.setdefault(work.options, []).append(place)
+    rest = [place for places in kinds.values() for place in places]
+    by_covariance = [place for place in rest if not _draws_parameters(served, works[place].options)]
     logits = _logits(served, works, by_covariance)
-    answers: dict[int, Answer] = {}
     for options, places in kinds.items():
         x = torch.cat([works[place].x for place in places])
         if _draws_parameters(served, options):
@@ -122,6 +129,66 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
         for place in places:
             answers[place] = [next(descriptions) for _ in range(len(works[place].x))]
     return [answers[place] for place in range(len(works))]
+
+
+def is_usual(served: Served, options: AnswerOptions) -> bool:
+    """Whether a request leaves T, T_c, c, samples and seed as they are, so that answers can be compared."""
+    own = served.posterior.calibration
+    chosen = options.temperature, options.covariance_scale, options.softening
+    is_own = all(
+        value is None or value == mine
+        for value, mine in zip(chosen, (own.temperature, own.covariance_scale, own.softening), strict=True)
+    )
+    return is_own and (options.samples, options.seed) == (SAMPLES, SEED)
+
+
+def _by_graph(served: Served, works: Sequence[Predict]) -> dict[int, Answer]:
+    """The answers to those requests that the graph can answer, by their places."""
+    graph = served.engine.graph
+    places = [place for place, work in enumerate(works) if _is_in_graph(served, work.options)]
+    if graph is None or not places:
+        return {}
+    statistics = graph(torch.cat([works[place].x for place in places]))
+    if statistics is None:
+        return {}
+    columns = _columns(statistics)
+    answers: dict[int, Answer] = {}
+    start = 0
+    for place in places:
+        rows = range(start, start + len(works[place].x))
+        start = rows.stop
+        answers[place] = [{name: values[row] for name, values in columns.items()} for row in rows]
+        for entry in answers[place]:
+            if "outlier" in works[place].options.include:
+                # With the posterior's own T, T_c and c, samples and seed it is the score of outliers too.
+                entry["outlier"] = served.outlier(entry["mutual_information"])
+        answers[place] = _named(served.classes, answers[place])
+    return answers
+
+
+def _is_in_graph(served: Served, options: AnswerOptions) -> bool:
+    known = {"outlier", "input"} if served.score_samples == SAMPLES else {"input"}
+    is_plain = options.level == LEVEL and options.thresholds is None and options.include <= known
+    return is_plain and is_usual(served, options)
+
+
+def _columns(found: Statistics) -> dict[str, list[Any]]:
+    """What each answer has, input by input."""
+    return {
+        "label": found.pmf.argmax(1).tolist(),
+        "confidence": found.pmf.amax(1).tolist(),
+        "entropy": found.entropy.tolist(),
+        "mutual_information": found.mutual_information.tolist(),
+        "pmf": found.pmf.tolist(),
+        "std": found.std.tolist(),
+        "standard_error": found.standard_error.tolist(),
+        "lower": found.lower.tolist(),
+        "upper": found.upper.tolist(),
+    }
+
+
+def _named(classes: Sequence[str], entries: Answer) -> Answer:
+    return [{"class": classes[entry["label"]], **entry} for entry in entries]
 
 
 def _draws_parameters(served: Served, options: AnswerOptions) -> bool:
@@ -165,18 +232,18 @@ class Result:
     ) -> Answer:
         """One mapping per input, ready for JSON; `outlier_scores` come from `Served.outlier_scores`."""
         prediction, include = self.prediction, options.include
-        lower, upper = prediction.interval(options.level)
-        columns: dict[str, Any] = {
-            "label": prediction.label.tolist(),
-            "confidence": prediction.confidence.tolist(),
-            "entropy": prediction.entropy.tolist(),
-            "mutual_information": prediction.mutual_information.tolist(),
-            "pmf": prediction.pmf.tolist(),
-            "std": prediction.std.tolist(),
-            "standard_error": _standard_error(prediction),
-            "lower": lower.tolist(),
-            "upper": upper.tolist(),
-        }
+        columns = _columns(
+            Statistics(
+                prediction.pmf,
+                prediction.std,
+                prediction.standard_error,
+                *prediction.interval(options.level),
+                prediction.mutual_information,
+            )
+        )
+        if prediction.sampler.samples == 1:
+            # JSON cannot express the NaN of one sample.
+            columns["standard_error"] = [None] * len(prediction)
         if options.thresholds is not None:
             columns["risk"] = prediction.risk(_limit(options.thresholds, prediction.pmf)).tolist()
         if "covariance" in include:
@@ -191,19 +258,9 @@ class Result:
         if served is not None and outlier_scores is not None:
             columns["outlier"] = [served.outlier(value) for value in outlier_scores.tolist()]
         names = list(columns)
-        answers: Answer = []
-        for values in zip(*columns.values(), strict=True):
-            entry = dict(zip(names, values, strict=True))
-            answers.append({"class": classes[entry["label"]], **entry})
-        return answers
-
-
-def _standard_error(prediction: Prediction) -> list[Any]:
-    """One list per input; None for the NaN of one sample, which JSON cannot express."""
-    if prediction.sampler.samples == 1:
-        return [None] * len(prediction)
-    errors: list[Any] = prediction.standard_error.tolist()
-    return errors
+        return _named(
+            classes, [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        )
 
 
 def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tensor:

@@ -16,9 +16,11 @@ class Limits:
     - `body_bytes`: of one request; `held_bytes`: of all requests that are being read or answered;
     - `requests`: being read, waiting or computed at once; `connections`: open at once;
     - `inputs`, `frames`, `samples`: of one request; `pixels`: of one picture, before it is resized;
+    - `request_pixels`: of all pictures of one request; `queue_pixels`: of all pictures that wait or are being decoded;
     - `queue_inputs`: waiting for the network; `batch_inputs`: in one run of it (1: requests are not joined);
-    - `seconds`: from the end of a request to its answer; `header_seconds` and `body_seconds`: for a client to send
-      these, and the latter also to read the answer; `idle_seconds`: of a connection between two requests.
+    - `seconds`: from the end of a request to its answer, decoding included; `header_seconds` and `body_seconds`: for a
+      client to send these, and the latter also to read the answer; `idle_seconds`: of a connection between two
+      requests.
     """
 
     body_bytes: int = 4 * 2**20
@@ -29,6 +31,8 @@ class Limits:
     frames: int = 16
     samples: int = 10_000
     pixels: int = 4_000_000
+    request_pixels: int = 16_000_000
+    queue_pixels: int = 64_000_000
     queue_inputs: int = 512
     batch_inputs: int = 64
     seconds: float = 10.0
@@ -45,6 +49,11 @@ class Limits:
             raise ArgumentError(
                 f"A request may have {self.inputs} inputs and the queue holds {self.queue_inputs}; expected a queue "
                 "with room for at least one request."
+            )
+        if not self.pixels <= self.request_pixels <= self.queue_pixels:
+            raise ArgumentError(
+                f"A picture may have {self.pixels:,} pixels, a request {self.request_pixels:,}, and the decoding queue "
+                f"holds {self.queue_pixels:,}; expected each with room for at least one of those before it."
             )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from errbar.errors import DataError, MismatchError
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_DAMAGED = f"A picture cannot be read; expected an undamaged file in one of the formats {', '.join(_FORMATS)}."
 # Ink fainter than this share of the darkest is ignored when locating the digit.
 _INK = 0.25
 _CELLS = 4
@@ -73,7 +74,14 @@ class PictureRule:
 
     def read(self, text: str, pixels: int) -> Float[Tensor, "..."]:
         """The input in a picture given as base64 text or a data URL; raises `DataError` if it is not a picture."""
-        picture = _opened(text, pixels)
+        return self.prepared(opened(text, pixels))
+
+    def prepared(self, picture: Image.Image) -> Float[Tensor, "..."]:
+        """The input in a picture that was opened; this is what takes time."""
+        try:
+            picture.load()
+        except Exception as error:  # Decoders raise all kinds of errors on damaged files.
+            raise DataError(_DAMAGED) from error
         values = _digit(picture, self.size) if self.digit else _resized(picture, self.size, self.channels)
         return (self.low + (self.high - self.low) * torch.from_numpy(values)).reshape(self.shape)
 
@@ -100,7 +108,8 @@ def rule_for(
     return PictureRule(shape)
 
 
-def _opened(text: str, pixels: int) -> Image.Image:
+def opened(text: str, pixels: int) -> Image.Image:
+    """The picture in base64 text or a data URL; only its head is read."""
     content = text.partition(",")[2] if text.startswith("data:") else text
     try:
         raw = base64.b64decode(content, validate=True)
@@ -108,19 +117,14 @@ def _opened(text: str, pixels: int) -> Image.Image:
         raise DataError("A picture is not base64; expected the bytes of a PNG or JPEG file in base64.") from error
     try:
         picture: Image.Image = Image.open(io.BytesIO(raw), formats=_FORMATS)
-        # The size is in the header: a small file that would expand to gigabytes is refused before it does.
-        if picture.width * picture.height > pixels:
-            raise DataError(
-                f"A picture has {picture.width} × {picture.height} pixels; expected at most {pixels:,}. Make it "
-                "smaller first."
-            )
-        picture.load()
-    except DataError:
-        raise
-    except Exception as error:  # Decoders raise all kinds of errors on damaged files.
+    except Exception as error:
+        raise DataError(_DAMAGED) from error
+    # The size is in the header: a small file that would expand to gigabytes is refused before it does.
+    if picture.width * picture.height > pixels:
         raise DataError(
-            f"A picture cannot be read; expected an undamaged file in one of the formats {', '.join(_FORMATS)}."
-        ) from error
+            f"A picture has {picture.width} × {picture.height} pixels; expected at most {pixels:,}. Make it smaller "
+            "first."
+        )
     return picture
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
+from pydantic import BaseModel, ConfigDict, FailFast, Field, RootModel, create_model
 from typing_extensions import TypeAliasType
 
 from errbar.serve.limits import Limits
@@ -20,6 +20,10 @@ Row = TypeAliasType("Row", Annotated[list[Number], FailFast(), Field(min_length=
 Rows = TypeAliasType("Rows", Annotated[list["Row | Rows"], FailFast(), Field(min_length=1)])  # type: ignore[misc]
 Probability = Annotated[float, Field(strict=True, ge=0, le=1)]
 Include = Literal["covariance", "logits", "points", "outlier", "input"]
+
+
+# Labels in one request.
+MOST_LABELS = 10_000
 
 
 class _Request(BaseModel):
@@ -92,6 +96,7 @@ class PredictionAnswer(BaseModel):
     """The PMF of one input with its error bars; each list has one number per class."""
 
     model_config = ConfigDict(populate_by_name=True)
+    id: str | None = Field(None, description="Names this answer, for POST /v1/labels; parts of a fusion have none.")
     name: str = Field(alias="class", description="The most likely class.")
     label: int = Field(description="Its number, from 0.")
     confidence: float
@@ -215,7 +220,116 @@ class ModelAnswer(BaseModel):
     calibrated: bool = Field(description="False where T and T_c are both 1, as a fit leaves them.")
     reference: list[float] | None = Field(description="101 percentiles of the training inputs' mutual informations.")
     examples: list[Example]
+    engine: Literal["onnx", "torch"] = Field(
+        description="What computes requests that leave T, T_c, c, samples, seed and level as they are and ask for no "
+        "risk, covariance, logits or points; all others, and fusion, are computed by torch."
+    )
+    engine_reason: str = Field(description="Why it is this engine, in a sentence.")
+    monitor: bool = Field(description="Whether answers are monitored: GET /v1/monitor.")
     limits: dict[str, float]
+
+
+class GivenLabel(BaseModel):
+    """The label of an input that was answered: the `id` of its answer, and the class by number or by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    id: str = Field(min_length=1, max_length=100)
+    label: Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Labels(RootModel[list[GivenLabel]]):
+    """Labels of inputs that were answered, each input once."""
+
+    model_config = ConfigDict(strict=True)
+    root: Annotated[list[GivenLabel], FailFast(), Field(min_length=1, max_length=MOST_LABELS)]
+
+
+class MonitorAlarm(BaseModel):
+    """An alarm of one test. `at` and `since` count the inputs that were monitored, from 1."""
+
+    test: str
+    side: str = Field(description="In which direction, for example 'higher' or 'more of class 3'.")
+    at: int = Field(description="The input whose score or label raised the alarm.")
+    since: int = Field(description="The input at which the change probably began.")
+    observations: int = Field(description="The scores or labels that the test had used.")
+    capital: float = Field(description="What its bets had made of 1; the alarm is raised at 1/rate.")
+    rate: float
+    time: float | None = Field(description="When `at` was answered, or labelled, in seconds since 1970 (UTC).")
+    since_time: float | None = Field(description="About when `since` was answered.")
+    sentence: str
+
+
+class MonitorTest(BaseModel):
+    """One test: `kind` says whether it looks at inputs or at labels."""
+
+    name: str = Field(
+        description="mutual_information, entropy, classes (of inputs), overconfidence, underconfidence, innovation."
+    )
+    kind: Literal["inputs", "labels"]
+    rate: float = Field(description="Its share of the false-alarm rate.")
+    evidence: float = Field(description="Its capital as a share of that which raises the alarm: an alarm is at 1.")
+    alarm: MonitorAlarm | None
+
+
+class MonitorHistory(BaseModel):
+    """The evidence over time: lists of equal lengths, at most 500 points, thinned as the stream grows.
+
+    `evidence` has a list for each test, for a logarithmic axis: 1 is the alarm, and below 1e-6 it is told as 1e-6.
+    """
+
+    input: list[int] = Field(description="How many inputs had been monitored.")
+    labels: list[int] = Field(description="How many labels had come.")
+    time: list[float] = Field(description="Seconds since 1970 (UTC).")
+    evidence: dict[str, list[float]]
+
+
+class MonitorAgreement(BaseModel):
+    """How labels and predictions agree; null where there are no labels yet."""
+
+    labels: int
+    confidence: float | None
+    accuracy: float | None
+    gap: float | None = Field(description="Confidence minus accuracy: positive where there is too much of it.")
+    interval: list[float] = Field(description="Of the gap, valid at all times at once with probability `level`.")
+    level: float
+    ece: float | None
+    innovation: float | None = Field(description="Mean of ν/(M−1): 1 or less for a calibrated PMF.")
+
+
+class MonitorAnswer(BaseModel):
+    """What the monitor has seen of the answers: counts, tests with their evidence, alarms, and the evidence over time.
+
+    Monitored are the answers of `/v1/predict` of one posterior, with its own T, T_c and c, and with the samples and the
+    seed of the reference, unless the request has `"monitor": false`.
+    """
+
+    posterior: str
+    reference: str = Field(description="The held-out data that the stream is compared with.")
+    reference_inputs: int
+    engine: str = Field(description="What predicted the reference, as /v1/model names it.")
+    samples: int
+    seed: int
+    started: float = Field(description="When the run began, in seconds since 1970 (UTC).")
+    rate: float = Field(description="The false-alarm rate of all tests together, over the whole run.")
+    tolerance: float = Field(description="How far apart mean confidence and accuracy may be.")
+    inputs: int = Field(description="Inputs that were monitored.")
+    skipped: int = Field(description="Inputs that were answered and not monitored.")
+    labels: int = Field(description="Labels that came for monitored inputs.")
+    waiting: int = Field(description="Inputs that wait for their labels.")
+    dropped: int = Field(description="Inputs whose labels are no longer waited for, because too many wait.")
+    unmatched: int = Field(description="Labels without an input that waits.")
+    tests: list[MonitorTest]
+    alarms: list[MonitorAlarm] = Field(description="In the order in which they were raised.")
+    agreement: MonitorAgreement
+    history: MonitorHistory
+
+
+class LabelsAnswer(BaseModel):
+    """What became of labels: `matched` were waited for, and `unmatched` were not."""
+
+    matched: int
+    unmatched: int
+    alarms: list[MonitorAlarm] = Field(description="Those that these labels raised.")
 
 
 class Health(BaseModel):
@@ -285,6 +399,12 @@ def request_models(service: Service, limits: Limits) -> tuple[type[BaseModel], t
         posterior=posterior,
         risk=risk,
         include=extras,
+        monitor=(
+            bool,
+            Field(
+                True, description="Whether this input is part of the stream that is monitored, if there is a monitor."
+            ),
+        ),
     )
     gaussians = Annotated[list[GivenGaussian], Field(min_length=1, max_length=limits.frames)]
     fuse = model_of(

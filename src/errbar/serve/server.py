@@ -40,6 +40,14 @@ class Address:
         """Names that a Host header may have: on loopback only its own; elsewhere not all names can be known."""
         return tuple({*LOOPBACK, self.host}) if self.is_loopback else None
 
+    def require_protected(self, token: str | None, *, insecure: bool) -> None:
+        """Refuse to listen where other machines can ask without a token, unless that is what is wanted."""
+        if not (self.is_loopback or token is not None or insecure):
+            raise ArgumentError(
+                f"Whoever reaches {self.host} could ask, since there is no token; expected --token-file or "
+                "ERRBAR_TOKEN, or --insecure to serve everybody."
+            )
+
     def bind(self) -> socket.socket:
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
@@ -75,14 +83,32 @@ class _Announcing(uvicorn.Server):
         self._ready()
 
 
+class _Farewell:
+    """Adds `Connection: close` to the answers of a server that is stopping, so that no client asks there again."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.server: uvicorn.Server | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start" and self.server is not None and self.server.should_exit:
+                headers = [header for header in message.get("headers", []) if header[0].lower() != b"connection"]
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
 def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """uvicorn with the limits on connections, logging to `log`."""
     talk = logging.getLogger("uvicorn.error")
     talk.handlers = [LogHandler(log)]
     talk.propagate = False
     talk.setLevel(logging.WARNING)
+    farewell = _Farewell(app)
     config = uvicorn.Config(
-        app,
+        farewell,
         http=protocol_for(limits),
         ws="none",
         loop="asyncio",
@@ -92,7 +118,9 @@ def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = l
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=math.ceil(limits.seconds + limits.body_seconds + 5),
     )
-    return _Announcing(config, ready)
+    server = _Announcing(config, ready)
+    farewell.server = server
+    return server
 
 
 @contextmanager

@@ -14,12 +14,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import errbar
+from errbar._base.digest import digest_of
+from errbar._base.quantiles import quantiles
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._model.batch import batches
 from errbar._posterior.pushing import keeps_draws, pushed_draws
 from errbar.errors import ArgumentError, DataError
+from errbar.serve.engine import LEVEL, SAMPLES, SEED, TORCH, Engine, engine_for, example_inputs
 from errbar.serve.pictures import PictureRule, rule_for
 
 # Number of training inputs that show what is usual, and of those that the page shows.
@@ -73,6 +76,7 @@ class Served:
     examples: tuple[tuple[Tensor, str], ...] = ()
     about: str = ""
     values: tuple[ValueRange, ...] | None = None
+    engine: Engine = TORCH
 
     @cached_property
     def posteriors(self) -> tuple[errbar.Posterior, ...]:
@@ -82,6 +86,20 @@ class Served:
     @cached_property
     def _plain(self) -> Classifier:
         return self.posterior.uncalibrated() if isinstance(self.posterior, errbar.Posterior) else self.posterior
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of what answers depend on: the posteriors with T, T_c and c, and how they are fused."""
+        fused = None if isinstance(self.posterior, errbar.Posterior) else self.posterior
+        numbers = [] if fused is None else [fused.scales, fused.discrepancies, str(fused.calibration)]
+        return digest_of([*(posterior.fingerprint for posterior in self.posteriors), *map(repr, numbers)])
+
+    @property
+    def score_samples(self) -> int:
+        """The number of samples of an outlier score."""
+        if isinstance(self.posterior, errbar.Posterior):
+            return pushed_draws(self.posterior.information.task, _SCORE_SAMPLES)
+        return _SCORE_SAMPLES
 
     def plain_logits(self, x: Any) -> LogitGaussian:
         """The logits without calibration, which a request may choose."""
@@ -132,7 +150,7 @@ class Served:
 
         `plain` are their logits as the request needs them; other draws than those of the scores are not used.
         """
-        samples = _score_samples(self)
+        samples = self.score_samples
         if isinstance(plain.form, DrawnCovariance) or self.draws_parameters(samples):
             plain = self.drawn_logits(x, samples)
         return self.mutual_information(plain)
@@ -140,7 +158,26 @@ class Served:
     def mutual_information(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
         """From the logits without calibration, at the posterior's own."""
         calibrated = plain.calibrated(self.posterior.calibration)
-        return calibrated.predict(_score_samples(self)).mutual_information.double()
+        return calibrated.predict(self.score_samples).mutual_information.double()
+
+    def with_engine(self, kind: str) -> Served:
+        """The same with the engine of this kind, "auto", "onnx" or "torch"."""
+        if kind == "auto" and self.draws_parameters(SAMPLES):
+            reason = "With so many classes parameters are drawn and pushed forward, which no graph does."
+            return replace(self, engine=Engine("torch", reason))
+
+        def by_torch(x: Tensor) -> object:
+            prediction = self.plain_logits(x).calibrated(self.posterior.calibration).predict(SAMPLES, SEED)
+            return prediction.std, prediction.interval(LEVEL), prediction.mutual_information
+
+        known = [x for x, _ in self.examples]
+        example = example_inputs(self.shape, known, integers=self.integers)
+        return replace(self, engine=engine_for(kind, self.posterior, example, by_torch))
+
+    @cached_property
+    def usual_limit(self) -> float | None:
+        """The score that 5 % of the training inputs exceed; None where none were given."""
+        return None if self.reference is None else float(quantiles(self.reference, (0.95,)))
 
     def outlier(self, score: float) -> dict[str, float | int] | None:
         """How unusual a mutual information is among those of training inputs."""
@@ -215,7 +252,7 @@ def served(
 def training_reference(posterior: Classifier, data: Any, classes: Sequence[str]) -> Reference:
     """What the first inputs of `data` say about its inputs; the examples are of as many classes as possible."""
     scored = Served("", posterior, tuple(classes), None)
-    samples = _score_samples(scored)
+    samples = scored.score_samples
     scores: list[Tensor] = []
     inputs: list[Tensor] = []
     by_class: dict[str, list[Tensor]] = {}
@@ -254,13 +291,6 @@ def _ranges(inputs: Sequence[Tensor]) -> tuple[ValueRange, ...] | None:
     x = torch.cat(list(inputs))
     columns = (x.amin(0), x.median(0).values, x.amax(0))
     return tuple(ValueRange(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _score_samples(served: Served) -> int:
-    """The number of samples of an outlier score."""
-    if isinstance(served.posterior, errbar.Posterior):
-        return pushed_draws(served.posterior.information.task, _SCORE_SAMPLES)
-    return _SCORE_SAMPLES
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:

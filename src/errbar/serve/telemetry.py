@@ -1,6 +1,7 @@
 """Logs and counters: one line of JSON per request, and counters for Prometheus.
 
-Neither contains anything that a client has sent: no input, no answer, no path that is not one of the routes, no token.
+Neither contains anything that a client has sent: no input, no path that is not one of the routes, no token. Of answers
+the counters have how many there were of each class, and how confidence and mutual information are spread.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from errbar.serve.service import Served
+
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
+_NATS = (1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -59,7 +64,7 @@ class LogHandler(logging.Handler):
 class Metrics:
     """Counters of one service, in a registry of its own."""
 
-    def __init__(self, queue_length: Callable[[], float]) -> None:
+    def __init__(self, queued_inputs: Callable[[], float], queued_pixels: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         names = ["route", "status"]
         self.requests = Counter("errbar_requests", "Requests answered.", names, registry=self.registry)
@@ -73,9 +78,44 @@ class Metrics:
             "errbar_batch_seconds", "Seconds of a run of the network.", buckets=_SECONDS, registry=self.registry
         )
         self.inputs = Counter("errbar_inputs", "Inputs computed.", registry=self.registry)
-        Gauge("errbar_queue_inputs", "Inputs waiting.", registry=self.registry).set_function(queue_length)
+        Gauge("errbar_queue_inputs", "Inputs waiting.", registry=self.registry).set_function(queued_inputs)
+        pixels = Gauge("errbar_queue_pixels", "Pixels of pictures waiting or being decoded.", registry=self.registry)
+        pixels.set_function(queued_pixels)
         self.active = Gauge("errbar_active_requests", "Requests being read or answered.", registry=self.registry)
         ProcessCollector(registry=self.registry)
+        # What answers say, so that drift shows: each of the posterior that was asked.
+        each = ["posterior"]
+        self.classes = Counter(
+            "errbar_answers", "Predictions by their most likely class.", [*each, "class"], registry=self.registry
+        )
+        self.confidence = Histogram(
+            "errbar_confidence", "Probability of the most likely class.", each, buckets=_SHARES, registry=self.registry
+        )
+        self.information = Histogram(
+            "errbar_mutual_information", "In nats.", each, buckets=_NATS, registry=self.registry
+        )
+        self.compared = Counter(
+            "errbar_compared", "Predictions whose outlier score could be compared.", each, registry=self.registry
+        )
+        self.outliers = Counter(
+            "errbar_outliers",
+            "Of these, predictions less usual than 95 % of the training inputs.",
+            each,
+            registry=self.registry,
+        )
+
+    def answers(self, served: Served, entries: Sequence[Mapping[str, Any]], *, is_usual: bool) -> None:
+        """Count predictions; those with T, T_c, c, samples or seed of the request only by their class."""
+        name = served.name
+        for entry in entries:
+            self.classes.labels(name, entry["class"]).inc()
+            if is_usual:
+                self.confidence.labels(name).observe(entry["confidence"])
+                self.information.labels(name).observe(entry["mutual_information"])
+        if is_usual and served.usual_limit is not None:
+            self.compared.labels(name).inc(len(entries))
+            unusual = sum(entry["mutual_information"] > served.usual_limit for entry in entries)
+            self.outliers.labels(name).inc(unusual)
 
     def batch(self, inputs: int, seconds: float) -> None:
         self.batches.observe(inputs)
