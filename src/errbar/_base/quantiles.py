@@ -20,7 +20,7 @@ def quantiles(values: Float[Tensor, "*rows K"], shares: Sequence[float]) -> Floa
 
     NaN in a row makes all its quantiles NaN.
     """
-    ascending = _sorted(values.detach())
+    ascending = _sorted(values)
     # In the dtype of the values, as torch has them.
     ranks = torch.tensor(shares, dtype=values.dtype, device=values.device) * (values.shape[-1] - 1)
     below = ranks.long()
@@ -30,6 +30,6 @@ def quantiles(values: Float[Tensor, "*rows K"], shares: Sequence[float]) -> Floa
 
 
 def _sorted(values: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-    if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
+    if values.requires_grad or values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
         return values.sort(-1).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1))
