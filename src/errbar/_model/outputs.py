@@ -119,7 +119,8 @@ class _Classes(OutputKind):
         return torch.softmax(logits, 1)
 
     def entropy(self, logits: Float[Tensor, "B M"]) -> Float[Tensor, "B 1"]:
-        return torch.special.entr(torch.softmax(logits, 1)).sum(1, keepdim=True)
+        terms: Tensor = torch.special.entr(torch.softmax(logits, 1))
+        return terms.sum(1, keepdim=True)
 
     def decision(self, numbers: Float[Tensor, "B M"], *, are_logits: bool) -> Int[Tensor, "B 1"]:
         return numbers.argmax(1, keepdim=True)
