@@ -303,8 +303,8 @@ class Posterior:
                 require_finite_logits(logits, checks)
                 draws.append(logits.to(network.dtype) / T)
             checks.finish()
-        values = probabilities_(torch.stack(draws, 2), network.kind)
-        return prediction_of(GivenSampler(values, network.kind))
+        samples_of_all = probabilities_(torch.stack(draws, 2), network.kind)
+        return prediction_of(GivenSampler(samples_of_all, network.kind))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
