@@ -237,5 +237,14 @@ def require_outputs(outputs: object) -> OutputKind:
     )
 
 
+def require_classes_alone(outputs: object, name: str) -> None:
+    """Refuse other outputs, in the name of what has only been made for one of M classes."""
+    if require_outputs(outputs) != CLASSES:
+        raise ArgumentError(
+            f"{name} is for one of M classes, and outputs is {outputs!r}; expected outputs='classes'. Use "
+            f"errbar.fit(..., outputs={outputs!r}) and errbar.calibrate."
+        )
+
+
 def _is_table(value: Tensor, size: int) -> bool:
     return value.ndim == 2 and value.shape[0] == size and value.shape[1] > 0 and value.is_floating_point()
