@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from errbar._model.outputs import OutputKind
 from errbar.errors import ArgumentError
+
+# What T and T_c of each of several labels are times those of all.
+LabelFactors = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,18 @@ class Calibration:
     def described(self) -> dict[str, float]:
         """The values by their names."""
         return dataclasses.asdict(self)
+
+
+def checked_label_factors(factors: LabelFactors | None, kind: OutputKind, count: int) -> LabelFactors | None:
+    """A pair for each of `count` labels, or none."""
+    if factors is None:
+        return None
+    if kind.has_gauge or len(factors) != count:
+        raise ArgumentError(
+            f"label_factors are {len(factors)} pairs, for a posterior of {count} {kind.noun}; expected a pair of "
+            "factors of T and T_c for each label of one that was fitted with outputs='labels'."
+        )
+    return tuple((require_temperature(T), require_covariance_scale(scale)) for T, scale in factors)
 
 
 def require_temperature(temperature: float) -> float:

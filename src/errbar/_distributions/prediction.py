@@ -209,7 +209,8 @@ class LabelPrediction(Prediction):
     @cached_property
     def entropy(self) -> Float[Tensor, "B L"]:
         """−f̂ ln f̂ − (1 − f̂) ln(1 − f̂) of each label, in nats."""
-        return entropy_of(_both(self.pmf).flatten(0, 1)).unflatten(0, self.pmf.shape)
+        entropy: Tensor = entropy_of(_both(self.pmf).flatten(0, 1))
+        return entropy.reshape(self.pmf.shape)
 
     @cached_property
     def mutual_information(self) -> Float[Tensor, "B L"]:
@@ -218,7 +219,7 @@ class LabelPrediction(Prediction):
         def each(start: int, stop: int) -> Float[Tensor, "b L"]:
             pmf = _both(self.pmf[start:stop])
             values = _both(self.sampler.block(start, stop))
-            return _mutual_information(values.flatten(0, 1), pmf.flatten(0, 1)).unflatten(0, pmf.shape[:2])
+            return _mutual_information(values.flatten(0, 1), pmf.flatten(0, 1)).reshape(pmf.shape[:2])
 
         with plain_execution(self.pmf.device):
             parts = [each(start, stop) for start, stop in blocks(self.sampler)]

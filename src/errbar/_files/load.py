@@ -22,13 +22,13 @@ from errbar._base.container import Contents, read
 from errbar._base.json_fields import Fields
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
-from errbar._distributions.calibration import Calibration
+from errbar._distributions.calibration import Calibration, LabelFactors
 from errbar._files.choice_table import ChoiceTable, read_choice_table
 from errbar._files.task import checked_classes, read_information, read_task
 from errbar._model.batch import Unpack
 from errbar._model.network import Network, Output, described_output
 from errbar._posterior.information import Information
-from errbar._posterior.posterior import LabelFactors, Posterior, condition, jitter_limit
+from errbar._posterior.posterior import Posterior, condition, jitter_limit
 from errbar._posterior.prior import Prior
 from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchError
 

@@ -86,8 +86,8 @@ def _posterior_record(
         # Only then, so that other files are those of before there was a softening.
         description["softening"] = posterior.softening
     if posterior.label_factors is not None:
-        factors = [{"temperature": T, "covariance_scale": scale} for T, scale in posterior.label_factors]
-        description["label_factors"] = factors
+        pairs = [{"temperature": T, "covariance_scale": scale} for T, scale in posterior.label_factors]
+        description["label_factors"] = pairs
     return description, tensors
 
 

@@ -121,7 +121,8 @@ class _Classes(OutputKind):
         return torch.softmax(logits, 1)
 
     def entropy(self, logits: Float[Tensor, "B M"]) -> Float[Tensor, "B 1"]:
-        return torch.special.entr(torch.softmax(logits, 1)).sum(1, keepdim=True)
+        terms: Tensor = torch.special.entr(torch.softmax(logits, 1))
+        return terms.sum(1, keepdim=True)
 
     def decision(self, numbers: Float[Tensor, "B M"], *, are_logits: bool) -> Int[Tensor, "B 1"]:
         return numbers.argmax(1, keepdim=True)
@@ -241,6 +242,15 @@ def require_outputs(outputs: object) -> OutputKind:
 def kind_called(outputs: object) -> OutputKind:
     """The kind that `outputs=` names; every position is one of M classes."""
     return CLASSES if outputs == POSITIONS else require_outputs(outputs)
+
+
+def require_classes_alone(outputs: object, name: str) -> None:
+    """Refuse other outputs, in the name of what has only been made for one of M classes."""
+    if outputs == POSITIONS or require_outputs(outputs) != CLASSES:
+        raise ArgumentError(
+            f"{name} is for one of M classes, and outputs is {outputs!r}; expected outputs='classes'. Use "
+            f"errbar.fit(..., outputs={outputs!r}) and errbar.calibrate."
+        )
 
 
 def _is_table(value: Tensor, size: int) -> bool:

@@ -27,7 +27,7 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_seed
 from errbar._model.batch import Batch, Unpack, count_batches, in_order, with_raw
 from errbar._model.network import Output
-from errbar._model.outputs import CLASSES, require_outputs
+from errbar._model.outputs import require_classes_alone
 from errbar._operations.candidates import Candidate, Listed, Question, listed_candidates
 from errbar._operations.choice import Choice, Row, Trial, best_trial, is_as_good, paired, reason_for, reason_without
 from errbar._operations.choose_prior import choose_prior
@@ -108,11 +108,7 @@ def autofit(
     """
     team = team_of(group)
     listed = listed_candidates(candidates)
-    if require_outputs(outputs) != CLASSES:
-        raise ArgumentError(
-            f"autofit is for one of M classes, and outputs is {outputs!r}; expected outputs='classes'. Use "
-            f"errbar.fit(..., outputs={outputs!r}) and errbar.calibrate."
-        )
+    require_classes_alone(outputs, "autofit")
     limit = _require_seconds(seconds)
     folds, seed = require_folds(folds), require_seed(seed)
     train_data = list(train) if isinstance(train, Iterator) else train

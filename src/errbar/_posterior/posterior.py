@@ -25,7 +25,7 @@ from errbar._curvature.structure import Factor
 from errbar._derivative.trace import TopClasses
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
-from errbar._distributions.calibration import Calibration, require_covariance_scale, require_temperature
+from errbar._distributions.calibration import Calibration, LabelFactors, checked_label_factors
 from errbar._distributions.covariance import DrawnCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
 from errbar._distributions.positions import PositionLogits
@@ -50,9 +50,6 @@ from errbar._posterior.prior import Prior
 from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
 from errbar._posterior.width import warn_of_width
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
-
-# What T and T_c of each of several labels are times those of all.
-LabelFactors = tuple[tuple[float, float], ...]
 
 # Rounding of the information above this share of the prior gives a warning.
 _NOTICEABLE_ROUNDING = 0.02
@@ -370,8 +367,8 @@ class Posterior:
             if self.information.task.positions is not None:
                 leading = leading_shape(self.information.task, whole)
                 return prediction_by_parameters(torch.stack(draws, 2), leading, self.information.n_classes)
-        values = probabilities_(torch.stack(draws, 2), network.kind)
-        return prediction_of(GivenSampler(values, network.kind))
+        samples_of_all = probabilities_(torch.stack(draws, 2), network.kind)
+        return prediction_of(GivenSampler(samples_of_all, network.kind))
 
     def update(self, data: Any, *, unpack: Unpack | None = None, group: Any = None) -> Posterior:
         """The posterior after more data: the recursion of eq:recUpdate_all, equal to a fit on all of them.
@@ -465,15 +462,8 @@ class Posterior:
 
     def with_label_factors(self, factors: LabelFactors | None) -> Posterior:
         """The same posterior with other factors of T and T_c for each of several labels, or with none."""
-        if factors is not None:
-            factors = tuple((require_temperature(T), require_covariance_scale(scale)) for T, scale in factors)
-            kind, count = self.information.task.kind, self.information.n_classes
-            if kind.has_gauge or len(factors) != count:
-                raise ArgumentError(
-                    f"label_factors are {len(factors)} pairs, for a posterior of {count} {kind.noun}; expected a pair "
-                    "of factors of T and T_c for each label of one that was fitted with outputs='labels'."
-                )
-        return replace(self, label_factors=factors)
+        checked = checked_label_factors(factors, self.information.task.kind, self.information.n_classes)
+        return replace(self, label_factors=checked)
 
     def _with(self, calibration: Calibration) -> Posterior:
         return replace(self, **vars(calibration))
