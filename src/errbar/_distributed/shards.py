@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
