@@ -71,6 +71,7 @@ def in_one_process(case: str) -> dict[str, Any]:
         "a_float32_model",
         "uneven_batches",
         "a_rank_without_data",
+        "weighted_samples",
         "arguments_of_other_kinds",
         "fewer_samples_than_ranks",
         "distributed_samplers",

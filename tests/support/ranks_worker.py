@@ -120,6 +120,18 @@ def a_rank_without_data(rank: int, world: int) -> Values:
     return merged(first | last | {"per class": eta})
 
 
+def with_weights(batch: tuple[Tensor, Tensor]) -> Any:
+    """Weights that follow from the inputs, some of them zero."""
+    x, y = batch
+    return (x,), {}, y, x[:, 0].clamp_min(0)
+
+
+def weighted_samples(rank: int, world: int) -> Values:
+    mine: dict[str, Any] = {"unpack": with_weights, "class_weights": [1.0, 2.0, 0.5, 3.0]}
+    found = {s: collected(own_batches(rank, world, empty=0), structure=s, **mine) for s in STRUCTURES}
+    return merged(found | {"a data set": collected(data_set(), fisher="sampled", **mine)})
+
+
 class Scaled(nn.Module):
     """A network whose input goes through a function that it is given."""
 
@@ -305,6 +317,7 @@ CASES: dict[str, Callable[[int, int], Values]] = {
         a_float32_model,
         uneven_batches,
         a_rank_without_data,
+        weighted_samples,
         arguments_of_other_kinds,
         fewer_samples_than_ranks,
         distributed_samplers,
