@@ -560,3 +560,15 @@ def test_a_limit_of_time_says_what_was_not_tried(model: nn.Module, monkeypatch: 
     (note,) = choice.not_tried
     assert note.startswith("last 2 layers, dense: it would take about")
     assert str(choice).splitlines()[-1] == f"Not tried: {note}"
+
+
+def test_what_takes_too_long_does_not_keep_quicker_ones_from_being_tried(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {"last layer": 0.0, "last 2 layers": 1e6, "all": 0.0}
+    monkeypatch.setattr(module._Search, "_expected", lambda _, candidate: expected[candidate.label])
+    candidates = [*ONE, {"last_layers": 2}, {"parameters": "all", "structure": "diag"}]
+    choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=candidates, seconds=500)
+    assert {row.parameters for row in choice.rows} == {"last layer", "all"}
+    (note,) = choice.not_tried
+    assert note.startswith("last 2 layers, dense: it would take about 1000000 s")

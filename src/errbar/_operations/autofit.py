@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -231,11 +232,12 @@ class _Search:
         """In passes of as many candidates as memory and time allow."""
         waiting = list(candidates)
         while waiting:
-            together = self.team.broadcast(self._together(waiting))
-            if not together:
+            places = self.team.broadcast(self._together(waiting))
+            if not places:
                 self.not_tried += [self._too_long(candidate) for candidate in waiting]
                 return
-            now, waiting = waiting[:together], waiting[together:]
+            now = [waiting[place] for place in places]
+            waiting = [candidate for place, candidate in enumerate(waiting) if place not in places]
             try:
                 self._try(now)
             except _TimeIsUpError:
@@ -257,20 +259,22 @@ class _Search:
         inputs = candidate.predict_seconds(len(self.groups))
         return candidate.fit_seconds(self._samples()) + inputs + self.judging
 
-    def _together(self, waiting: Sequence[Candidate]) -> int:
-        """How many of the next candidates share a pass; 0 if there is no time for the next one."""
+    def _together(self, waiting: Sequence[Candidate]) -> list[int]:
+        """The places of the candidates that share the next pass; none if there is no time for any of them.
+
+        Within a limit it is one alone, the first for which there is time: what comes after a long fit may be quick.
+        """
         left = self.left()
-        if left == float("inf"):
-            room, count, used = usable_bytes(self.device), 0, 0
-            for candidate in waiting:
-                used += candidate.fit_bytes
-                if count and used > room:
-                    break
-                count += 1
-            return count
-        if self.tried and self._expected(waiting[0]) > left:
-            return 0
-        return 1
+        if left < float("inf"):
+            in_time = (place for place, candidate in enumerate(waiting) if self._expected(candidate) <= left)
+            return list(islice(in_time, 1)) if self.tried else [0]
+        room, used, places = usable_bytes(self.device), 0, []
+        for place, candidate in enumerate(waiting):
+            used += candidate.fit_bytes
+            if places and used > room:
+                break
+            places.append(place)
+        return places
 
     def _too_long(self, candidate: Candidate) -> str:
         return (
