@@ -53,7 +53,6 @@ _FINAL_DRAWS, _KEPT_DRAWS = 1000, 1000
 _SHARE_OF_PASS, _SHARE_AT_END = 0.4, 0.08
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
 
-
 _NO_ROOT = "The covariance of the logits is not positive semi-definite."
 
 
@@ -268,7 +267,8 @@ class _Search:
         if left < float("inf"):
             in_time = (place for place, candidate in enumerate(waiting) if self._expected(candidate) <= left)
             return list(islice(in_time, 1)) if self.tried else [0]
-        room, used, places = usable_bytes(self.device), 0, []
+        places: list[int] = []
+        room, used = usable_bytes(self.device), 0
         for place, candidate in enumerate(waiting):
             used += candidate.fit_bytes
             if places and used > room:
@@ -426,11 +426,8 @@ class _Search:
         kept = [posterior for posterior, is_usable in zip(posteriors, usable, strict=True) if is_usable]
         if not kept:
             raise next((part for part in parts or () if isinstance(part, CovarianceError)), CovarianceError(_NO_ROOT))
-        good = (
-            [part for part, ok in zip(parts, usable, strict=True) if ok and isinstance(part, HeldOut)]
-            if parts
-            else None
-        )
+        each = zip(parts, usable, strict=True) if parts else None
+        good = None if each is None else [part for part, ok in each if ok and isinstance(part, HeldOut)]
         variants = gathered(good, task, self.team, affordable_draws(task.n_classes, _KEPT_DRAWS))
         if not self.cheapest:
             overlap.warn(self.team, stacklevel=6)
@@ -501,20 +498,12 @@ class _Search:
         best = best_trial(trials, scores.losses, self.groups)
         rows = tuple(sorted((trial.row for trial in trials), key=lambda row: row.nll))
         if best is None:
-            posterior, at = (
-                self.cheapest[0],
-                self._final(self._largest_covariance),
-            )
+            posterior, at = self.cheapest[0], self._final(self._largest_covariance)
             reason = reason_without(rows, at)
         else:
             tried = next(tried for tried in self.tried if tried.trial is best)
             row = best.row
-            final_draws = self._final_draws()
-            near = Calibration(row.temperature, row.covariance_scale, row.softening)
-            posterior, at = (
-                tried.posterior,
-                self._final(lambda: calibration_near(tried.held_out, tried.names, near, final_draws, self.seed)),
-            )
+            posterior, at = tried.posterior, self._final(partial(self._calibration_of, tried))
             reason = reason_for(row, rows)
         return Choice(
             posterior=posterior.with_calibration(**at.described()),
@@ -524,6 +513,18 @@ class _Search:
             reason=reason,
             not_tried=(*left_out, *self.not_tried),
             temperature_scaling=self.cheapest[0].with_calibration(**scaling_calibration.described()),
+        )
+
+    def _calibration_of(self, tried: _Tried) -> Calibration:
+        """Fitted to all held-out data; T_c moves towards 1 as far as the rule allows for what was never out of fold."""
+        row = tried.trial.row
+        return calibration_near(
+            tried.held_out,
+            tried.names,
+            Calibration(row.temperature, row.covariance_scale, row.softening),
+            self._final_draws(),
+            self.seed,
+            is_as_good=partial(is_as_good, groups=self.groups),
         )
 
     def _largest_covariance(self) -> Calibration:
