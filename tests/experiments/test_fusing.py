@@ -17,6 +17,7 @@ import errbar
 from data import generator
 from errbar.cli.main import application
 from errbar.experiments import fusing, fusions, runs, tables, tracking
+from errbar.experiments.problem import Problem, Recipe, Samples
 from networks import trained
 
 CLASSES, WIDTH = 3, 5
@@ -217,6 +218,29 @@ def test_the_command_compares(name: str, title: str, cases: set[str], tmp_path: 
     assert title in outcome.output
     result: dict[str, Any] = json.loads((tmp_path / f"{name}-quick.json").read_text(encoding="utf-8"))
     assert set(result["pooled"]) == cases
+
+
+def test_the_logits_of_a_member_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Samples(*inputs(count, seed)) for count, seed in ((30, 1), (20, 2), (10, 3))]
+    problem = Problem("own", *parts, lambda _: nn.Identity(), Recipe(1, 10), 1)
+    asked = []
+
+    def own(*_: Any, kind: str) -> errbar.Posterior:
+        asked.append(kind)
+        return posterior(0)
+
+    monkeypatch.setattr(fusions, "_posterior", own)
+    options = runs.RunOptions("fusion-own", output=tmp_path)
+    first, again = (fusions.member_logits(options, problem, parts[0], 7) for _ in range(2))
+    fusions.member_logits(options, problem, parts[0], 8)
+    fusions.member_logits(options, problem, parts[0], 7, kind="half")
+    assert asked == ["network", "network", "half"]
+    for one, kept, x in zip(first, again, (parts[1].x, parts[2].x), strict=True):
+        direct = fusing.gaussians_of(posterior(0), x)
+        assert torch.equal(one.mean, kept.mean)
+        assert torch.equal(one.covariance, kept.covariance)
+        assert torch.equal(one.mean, direct.mean)
+        torch.testing.assert_close(one.covariance, direct.covariance, rtol=1e-6, atol=1e-7)
 
 
 def test_data_are_asked_for(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import errbar
+from errbar._distributions.calibration import Calibration
 from errbar._operations import autofit as module
 from errbar._operations.choice import Choice, Row, Trial, best_trial
 from errbar._operations.folds import divided, group_numbers, standard_error
@@ -560,3 +561,37 @@ def test_a_limit_of_time_says_what_was_not_tried(model: nn.Module, monkeypatch: 
     (note,) = choice.not_tried
     assert note.startswith("last 2 layers, dense: it would take about")
     assert str(choice).splitlines()[-1] == f"Not tried: {note}"
+
+
+def test_what_takes_too_long_does_not_keep_quicker_ones_from_being_tried(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {"last layer": 0.0, "last 2 layers": 1e6, "all": 0.0}
+    monkeypatch.setattr(module._Search, "_expected", lambda _, candidate: expected[candidate.label])
+    candidates = [*ONE, {"last_layers": 2}, {"parameters": "all", "structure": "diag"}]
+    choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=candidates, seconds=500)
+    assert {row.parameters for row in choice.rows} == {"last layer", "all"}
+    (note,) = choice.not_tried
+    assert note.startswith("last 2 layers, dense: it would take about 1000000 s")
+
+
+def test_the_final_calibration_is_as_good_as_temperature_scaling_by_the_rule(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = module.calibration_near
+    asked = []
+
+    def watched(*arguments: Any, **keywords: Any) -> Calibration:
+        asked.append(keywords["is_as_good"])
+        return near(*arguments, **keywords)
+
+    monkeypatch.setattr(module, "calibration_near", watched)
+    choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, groups=[row // 10 for row in range(300)])
+    assert choice.chosen is not None
+    (rule,) = asked
+    # By the groups of the held-out data: ten equal losses of one group are one observation.
+    groups = torch.arange(300) // 10
+    difference = 0.004 * torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[groups]
+    difference -= difference.mean()
+    assert not rule(difference)
+    assert rule(difference[torch.randperm(300, generator=torch.Generator().manual_seed(0))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -121,6 +122,32 @@ def test_near_the_whole_a_part_is_fitted_as_by_itself(names: tuple[str, ...]) ->
     alone, _ = best_calibration(part, OBJECTIVES["nll"], names, Calibration(), 100, 0, LITTLE)
     near = calibration_near(part, names, whole, 100, 0)
     assert nll(part, near, 100) == pytest.approx(nll(part, alone, 100), abs=1e-3)
+
+
+def test_what_is_given_away_for_the_covariance_is_as_good_as_temperature_scaling_by_the_rule() -> None:
+    held_out = problem(600)
+    draws = held_out.draws(200, 0)
+    begin = Calibration(1.5, 0.003)
+    scaled = temperature_scaling(held_out, math.log(1e-2), math.log(1e2), 0.0)
+    alone = held_out.log_likelihood(Calibration(scaled.temperature, 0.0), draws)[0]
+
+    def excess(at: Calibration) -> Tensor:
+        return alone - held_out.log_likelihood(at, draws)[0]
+
+    def found(rule: Callable[[Tensor], bool] | None = None, *, slides: bool = True) -> Calibration:
+        return calibration_near(held_out, TWO, begin, 200, 0, slides=slides, is_as_good=rule)
+
+    least, most = found(slides=False), found()
+    assert least.covariance_scale < 0.8 * most.covariance_scale
+    assert found(lambda _: False) == begin
+    assert found(lambda _: True) == most
+    # A rule about the spread, of which the mean, by which the ridge is followed, says nothing.
+    limit = float((excess(least).std() + excess(most).std()) / 2)
+    between = found(lambda difference: float(difference.std()) <= limit)
+    assert float(excess(between).std()) <= limit + 1e-9
+    assert least.covariance_scale < between.covariance_scale < most.covariance_scale
+    further = Calibration(between.temperature, 1.1 * between.covariance_scale)
+    assert float(excess(further).std()) > limit - 2e-3
 
 
 def test_the_largest_covariance_costs_no_more_than_it_may() -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ _FINAL_DRAWS, _KEPT_DRAWS = 1000, 1000
 # Shares of the time: of one pass for several candidates, and what is left for the last fit.
 _SHARE_OF_PASS, _SHARE_AT_END = 0.4, 0.08
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
-
 
 _NO_ROOT = "The covariance of the logits is not positive semi-definite."
 
@@ -235,11 +235,12 @@ class _Search:
         """In passes of as many candidates as memory and time allow."""
         waiting = list(candidates)
         while waiting:
-            together = self.team.broadcast(self._together(waiting))
-            if not together:
+            places = self.team.broadcast(self._together(waiting))
+            if not places:
                 self.not_tried += [self._too_long(candidate) for candidate in waiting]
                 return
-            now, waiting = waiting[:together], waiting[together:]
+            now = [waiting[place] for place in places]
+            waiting = [candidate for place, candidate in enumerate(waiting) if place not in places]
             try:
                 self._try(now)
             except _TimeIsUpError:
@@ -261,20 +262,23 @@ class _Search:
         inputs = candidate.predict_seconds(len(self.groups))
         return candidate.fit_seconds(self._samples()) + inputs + self.judging
 
-    def _together(self, waiting: Sequence[Candidate]) -> int:
-        """How many of the next candidates share a pass; 0 if there is no time for the next one."""
+    def _together(self, waiting: Sequence[Candidate]) -> list[int]:
+        """The places of the candidates that share the next pass; none if there is no time for any of them.
+
+        Within a limit it is one alone, the first for which there is time: what comes after a long fit may be quick.
+        """
         left = self.left()
-        if left == float("inf"):
-            room, count, used = usable_bytes(self.device), 0, 0
-            for candidate in waiting:
-                used += candidate.fit_bytes
-                if count and used > room:
-                    break
-                count += 1
-            return count
-        if self.tried and self._expected(waiting[0]) > left:
-            return 0
-        return 1
+        if left < float("inf"):
+            in_time = (place for place, candidate in enumerate(waiting) if self._expected(candidate) <= left)
+            return list(islice(in_time, 1)) if self.tried else [0]
+        places: list[int] = []
+        room, used = usable_bytes(self.device), 0
+        for place, candidate in enumerate(waiting):
+            used += candidate.fit_bytes
+            if places and used > room:
+                break
+            places.append(place)
+        return places
 
     def _too_long(self, candidate: Candidate) -> str:
         return (
@@ -426,11 +430,8 @@ class _Search:
         kept = [posterior for posterior, is_usable in zip(posteriors, usable, strict=True) if is_usable]
         if not kept:
             raise next((part for part in parts or () if isinstance(part, CovarianceError)), CovarianceError(_NO_ROOT))
-        good = (
-            [part for part, ok in zip(parts, usable, strict=True) if ok and isinstance(part, HeldOut)]
-            if parts
-            else None
-        )
+        each = zip(parts, usable, strict=True) if parts else None
+        good = None if each is None else [part for part, ok in each if ok and isinstance(part, HeldOut)]
         variants = gathered(good, task, self.team, affordable_draws(task.n_classes, _KEPT_DRAWS))
         if not self.cheapest:
             overlap.warn(self.team, stacklevel=6)
@@ -501,20 +502,12 @@ class _Search:
         best = best_trial(trials, scores.losses, self.groups)
         rows = tuple(sorted((trial.row for trial in trials), key=lambda row: row.nll))
         if best is None:
-            posterior, at = (
-                self.cheapest[0],
-                self._final(self._largest_covariance),
-            )
+            posterior, at = self.cheapest[0], self._final(self._largest_covariance)
             reason = reason_without(rows, at)
         else:
             tried = next(tried for tried in self.tried if tried.trial is best)
             row = best.row
-            final_draws = self._final_draws()
-            near = Calibration(row.temperature, row.covariance_scale, row.softening)
-            posterior, at = (
-                tried.posterior,
-                self._final(lambda: calibration_near(tried.held_out, tried.names, near, final_draws, self.seed)),
-            )
+            posterior, at = tried.posterior, self._final(partial(self._calibration_of, tried))
             reason = reason_for(row, rows)
         return Choice(
             posterior=posterior.with_calibration(**at.described()),
@@ -524,6 +517,18 @@ class _Search:
             reason=reason,
             not_tried=(*left_out, *self.not_tried),
             temperature_scaling=self.cheapest[0].with_calibration(**scaling_calibration.described()),
+        )
+
+    def _calibration_of(self, tried: _Tried) -> Calibration:
+        """Fitted to all held-out data; T_c moves towards 1 as far as the rule allows for what was never out of fold."""
+        row = tried.trial.row
+        return calibration_near(
+            tried.held_out,
+            tried.names,
+            Calibration(row.temperature, row.covariance_scale, row.softening),
+            self._final_draws(),
+            self.seed,
+            is_as_good=partial(is_as_good, groups=self.groups),
         )
 
     def _largest_covariance(self) -> Calibration:

@@ -14,7 +14,7 @@ how T(x) varies, and not its level, so the three hardly depend on each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -52,6 +52,9 @@ ABOVE_TEMPERATURE_SCALING = 3e-4
 _LEAST_SHARE_OF_TEMPERATURE = 0.3
 _CANDIDATES = 3
 
+# Whether losses are as good as others, by their differences.
+LossRule = Callable[[Float[Tensor, "N"]], bool]
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -83,6 +86,24 @@ def temperature_scaling(
     least = nll(best)
     gentlest = turning_point(lambda t: nll(t) > least + slack, best, high, within)
     return Scaling(math.exp(best), least, math.exp(gentlest))
+
+
+@dataclass(frozen=True, eq=False)
+class _Allowed:
+    """Whether the losses at a point are as good as those of temperature scaling, by a rule about their differences."""
+
+    question: Question
+    scaling: Scaling
+    rule: LossRule
+
+    @cached_property
+    def alone(self) -> Float[Tensor, "N"]:
+        at = Calibration(self.scaling.temperature, 0.0)
+        return self.question.held_out.log_likelihood(at, self.question.normal)[0]
+
+    def __call__(self, point: Tensor) -> bool:
+        own = self.question.held_out.log_likelihood(self.question.at(point), self.question.normal)[0]
+        return self.rule((self.alone - own).cpu())
 
 
 def best_calibration(
@@ -124,11 +145,19 @@ def _best(
 
 
 def calibration_near(
-    held_out: HeldOut, names: tuple[str, ...], near: Calibration, samples: int, seed: int, *, slides: bool = True
+    held_out: HeldOut,
+    names: tuple[str, ...],
+    near: Calibration,
+    samples: int,
+    seed: int,
+    *,
+    slides: bool = True,
+    is_as_good: LossRule | None = None,
 ) -> Calibration:
     """As `best_calibration` by NLL, from a good start alone, for parts of data of which the whole was searched.
 
-    Little is given away for the sake of T_c.
+    Little is given away for the sake of T_c. With a rule about the differences of losses to those of temperature
+    scaling, only what passes it is returned; if the best values do not, those that the search began from.
     """
     if near.softening == 0:
         names = tuple(name for name in names if name != "softening")
@@ -151,24 +180,24 @@ def _near(
         lower[1] = min(float(lower[1]), float(begin[1]))
     value, point = quasi_newton(question.slopes, begin.clamp(lower, upper), lower, upper, enough=1e-4)
     if slides:
-        _, point = _slide(question, (value, point), plain.scaling, lower, upper)
+        allowed = None if is_as_good is None else _Allowed(question, plain.scaling, is_as_good)
+        if allowed is not None and not allowed(point):
+            return near
+        _, point = _slide(question, (value, point), plain.scaling, lower, upper, allowed)
     return question.at(point)
 
 
-def largest_covariance(
-    held_out: HeldOut, samples: int, seed: int, is_as_good: Callable[[Float[Tensor, "N"]], bool]
-) -> Calibration:
+def largest_covariance(held_out: HeldOut, samples: int, seed: int, is_as_good: LossRule) -> Calibration:
     """T and the largest T_c ≤ 1 for which, with the best T for it, the losses are as good as those of temperature
     scaling, by a rule about their differences. T_c = 0 where that is less than the least one that is searched."""
     question = Question(held_out, OBJECTIVES["nll"], TWO, Calibration(1.0, 0.0), held_out.draws(samples, seed))
     plain = _Plain(question)
     scaling, ridge = plain.scaling, _Ridge(question, plain.floor, plain.bounds[1])
     begin = torch.tensor([math.log(scaling.temperature), 0.0], dtype=torch.float64)
-    alone = held_out.log_likelihood(Calibration(scaling.temperature, 0.0), question.normal)[0]
+    allowed = _Allowed(question, scaling, is_as_good)
 
     def too_wide(log_scale: float) -> bool:
-        at = question.at(ridge.at(log_scale, begin)[1])
-        return not is_as_good((alone - held_out.log_likelihood(at, question.normal)[0]).cpu())
+        return not allowed(ridge.at(log_scale, begin)[1])
 
     low = math.log(COVARIANCE_SCALE_BOUNDS[0])
     if too_wide(low):
@@ -343,12 +372,19 @@ def _nearly_without_covariance(question: Question, scaling: Scaling, floor: floa
     return point
 
 
-def _slide(question: Question, minimum: Minimum, scaling: Scaling, lower: Tensor, upper: Tensor) -> Minimum:
+def _slide(
+    question: Question,
+    minimum: Minimum,
+    scaling: Scaling,
+    lower: Tensor,
+    upper: Tensor,
+    allowed: Callable[[Tensor], bool] | None = None,
+) -> Minimum:
     """From the minimum along the ridge, t ↦ (the best of the others for T_c = eᵗ, eᵗ), towards t = 0.
 
     As far as the NLL exceeds the least one by at most the allowance, that of temperature scaling by at most 3e-4, and
-    that of the previous values with T_c > 0 not at all. T_c = 1 is tried first; else the limit is found to 4 % of T_c,
-    which is 2 % of the error bars.
+    that of the previous values with T_c > 0 not at all; and only to what is `allowed`. T_c = 1 is tried first; else the
+    limit is found to 4 % of T_c, which is 2 % of the error bars.
     """
     least, point = minimum
     start, allowance = question.start, question.allowance
@@ -361,7 +397,8 @@ def _slide(question: Question, minimum: Minimum, scaling: Scaling, lower: Tensor
     ridge = _Ridge(question, lower, upper)
     begins = (point, before) if has_before or "softening" not in question.names else (point,)
     refused_value, refused = min((ridge.at(0.0, begin) for begin in begins), key=lambda pair: pair[0])
-    if refused_value <= limit:
+    is_within = refused_value <= limit
+    if is_within and (allowed is None or allowed(refused)):
         return refused_value, refused
     # The start may itself be the result of a slide: then it stays, however often it is calibrated.
     accepted_value, accepted = minimum
@@ -374,12 +411,15 @@ def _slide(question: Question, minimum: Minimum, scaling: Scaling, lower: Tensor
         share = (roots[1] - roots[0]) / max(roots[2] - roots[0], 1e-12)
         share += math.copysign(0.018 / abs(gap), 0.5 - share)
         share = min(max(share, 0.1, 0.01 / abs(gap)), 0.9)
+        if is_within:
+            # The NLL does not say where what is allowed ends.
+            share = 0.5
         guess = accepted + share * (refused - accepted)
         value, trial = ridge.at(float(guess[1]), guess)
-        if value <= limit:
+        if value <= limit and (allowed is None or allowed(trial)):
             accepted_value, accepted = value, trial
         else:
-            refused_value, refused = value, trial
+            refused_value, refused, is_within = value, trial, value <= limit
     return accepted_value, accepted
 
 

@@ -59,9 +59,13 @@ class Experience:
     reports: Mapping[str, Seen]
     calibrations: Sequence[Calibration]
 
-    def of(self, networks: slice) -> Experience:
-        reports = {name: seen.of(networks) for name, seen in self.reports.items()}
-        return Experience(self.held_out.of(networks), reports, self.calibrations[networks])
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """Logits of the validation and of the test inputs by one network, with T and T_c by the former."""
+
+    logits: Sequence[errbar.LogitGaussian]
+    calibration: Calibration
 
 
 def fusions(options: RunOptions) -> dict[str, Any]:
@@ -96,25 +100,22 @@ def fusions(options: RunOptions) -> dict[str, Any]:
 
 def _members(options: RunOptions, experiment: Experiment, seed: int, parts: Parts) -> dict[str, Any]:
     """Ensembles, and two networks of halves, for one seed."""
-    problem, name, folder = experiment.problem, _data(options), _networks(options)
+    problem, name = experiment.problem, _data(options)
     base, path = seed * RUN, _losses_path(options, seed)
     sizes = (2,) if options.quick else _ENSEMBLES[name]
     objects = [_objects(experiment, part) for part in (0, 1)]
 
     @cache
-    def seen() -> Experience:
-        numbers = track(range(max(sizes)), f"Run {seed + 1}: training the ensemble", enabled=options.progress)
-        members = [_posterior(problem, problem.train, folder, base + number) for number in numbers]
-        return _experience(members, problem, objects)
+    def member(number: int) -> Member:
+        return _member(problem, member_logits(options, problem, problem.train, base + number))
 
     def ensemble(size: int) -> dict[str, Any]:
-        return _compared(options, path, f"{size} members", seen().of(slice(size)), seed)
+        numbers = track(range(size), f"Run {seed + 1}: training the ensemble", enabled=options.progress)
+        found = _experience([member(number) for number in numbers], problem, objects)
+        return _compared(options, path, f"{size} members", found, seed)
 
     def halves() -> dict[str, Any]:
-        members = [
-            _posterior(problem, problem.train.take(slice(half, None, 2)), folder, base + OTHER + half, kind="half")
-            for half in (0, 1)
-        ]
+        members = [_member(problem, half_logits(options, problem, base, half)) for half in (0, 1)]
         return _compared(options, path, "halves", _experience(members, problem, objects), seed)
 
     run: dict[str, Any] = {"seed": seed, "methods": {}, "cases": {}}
@@ -163,12 +164,50 @@ def _objects(experiment: Experiment, part: int) -> Tensor:
     return torch.arange(len(samples.y)) // frames
 
 
-def _experience(members: Sequence[errbar.Posterior], problem: Problem, objects: Sequence[Tensor]) -> Experience:
+def half_logits(options: RunOptions, problem: Problem, base: int, half: int) -> list[errbar.LogitGaussian]:
+    """Logits of the network that was trained on every second sample."""
+    return member_logits(options, problem, problem.train.take(slice(half, None, 2)), base + OTHER + half, kind="half")
+
+
+def member_logits(
+    options: RunOptions, problem: Problem, samples: Samples, seed: int, kind: str = "network"
+) -> list[errbar.LogitGaussian]:
+    """Logits of the validation and of the test inputs by one network: those of its file, if they were kept there."""
+    path = options.output / "logits" / _networks(options).name / f"{kind}-{seed}.safetensors"
+    if not path.exists():
+        posterior = _posterior(problem, samples, _networks(options), seed, kind=kind)
+        _keep_logits(path, [gaussians_of(posterior, part.x) for part in (problem.validation, problem.test)])
+    return _kept_logits(path)
+
+
+def _keep_logits(path: Path, gaussians: Sequence[errbar.LogitGaussian]) -> None:
+    """Means as they are, covariances in single precision."""
+    tensors: dict[str, Tensor] = {}
+    for number, gaussian in enumerate(gaussians):
+        tensors[f"mean {number}"] = gaussian.mean.contiguous()
+        tensors[f"covariance {number}"] = gaussian.covariance.float().contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, save(tensors))
+
+
+def _kept_logits(path: Path) -> list[errbar.LogitGaussian]:
+    tensors = load(path.read_bytes())
+    return [
+        errbar.LogitGaussian(tensors[f"mean {number}"], FullCovariance(tensors[f"covariance {number}"].double()))
+        for number in range(len(tensors) // 2)
+    ]
+
+
+def _member(problem: Problem, logits: Sequence[errbar.LogitGaussian]) -> Member:
+    return Member(logits, calibration_of(logits[0], problem.validation.y.cpu(), problem.device))
+
+
+def _experience(members: Sequence[Member], problem: Problem, objects: Sequence[Tensor]) -> Experience:
     held_out, report = (
-        Seen([gaussians_of(member, samples.x) for member in members], samples.y.cpu(), of_part)
-        for samples, of_part in zip((problem.validation, problem.test), objects, strict=True)
+        Seen([member.logits[part] for member in members], samples.y.cpu(), objects[part])
+        for part, samples in enumerate((problem.validation, problem.test))
     )
-    return Experience(held_out, {"test": report}, _calibrations(held_out, problem.device))
+    return Experience(held_out, {"test": report}, [member.calibration for member in members])
 
 
 def _calibrations(held_out: Seen, device: torch.device) -> list[Calibration]:
@@ -196,13 +235,9 @@ def _resnets(options: RunOptions, problem: Callable[[int], Problem], seed: int, 
         path = folder / f"{name}-{title.replace(' ', '-')}.safetensors"
         if not path.exists():
             shift = _SHIFTS[title]
-            gaussian = gaussians_of(
-                posterior(name), x if shift is None else shift.apply(x, _SEVERITY), progress=options.progress
-            )
-            folder.mkdir(parents=True, exist_ok=True)
-            write_file(path, save({"mean": gaussian.mean, "covariance": gaussian.covariance.float().contiguous()}))
-        tensors = load(path.read_bytes())
-        return errbar.LogitGaussian(tensors["mean"], FullCovariance(tensors["covariance"].double()))
+            shifted = x if shift is None else shift.apply(x, _SEVERITY)
+            _keep_logits(path, [gaussians_of(posterior(name), shifted, progress=options.progress)])
+        return _kept_logits(path)[0]
 
     def compared() -> dict[str, Any]:
         # The pictures in the order of the data set, whatever the halving.
