@@ -25,7 +25,7 @@ def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Pat
         tmp_path / "labels.npz",
         x_train=x,
         y_train=labels,
-        x_validation=x,
+        x_validation=x + 0.25,
         y_validation=labels,
         x_test=x[:9],
         y_test=labels[:9],
