@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +19,9 @@ from torch import Tensor
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import BLOCK_BYTES, GaussianSampler, mean_over_draws, require_samples, require_seed
+from errbar._distributions.shown import plain_html, text_of_positions
 from errbar._model.outputs import CLASSES, OutputKind
+from errbar.errors import ArgumentError
 
 # From the first row to the one after the last: the Gaussians of some positions, calibrated.
 GaussiansOf = Callable[[int, int], LogitGaussian]
@@ -55,6 +58,19 @@ class PositionSampler:
 
     def mean_block(self, start: int, stop: int) -> Float[Tensor, "b M"]:
         return torch.cat([sampler.mean_block(*rows) for sampler, rows in self._parts(start, stop)])
+
+    def chosen(self, rows: slice | Tensor) -> PositionSampler:
+        """Some of the rows, whose Gaussians are made in runs of neighbours."""
+        numbers = torch.arange(self.rows)[rows.cpu() if isinstance(rows, Tensor) else rows]
+
+        def gaussians_of(start: int, stop: int) -> LogitGaussian:
+            wanted = numbers[start:stop]
+            ends = ((wanted.diff() != 1).nonzero()[:, 0] + 1).tolist()
+            runs = zip([0, *ends], [*ends, len(wanted)], strict=True)
+            parts = [self.gaussians_of(int(wanted[first]), int(wanted[last - 1]) + 1) for first, last in runs]
+            return LogitGaussian.concatenated(parts)
+
+        return replace(self, gaussians_of=gaussians_of, rows=len(numbers))
 
     def replicates(self, count: int) -> Iterator[PositionSampler]:
         """The same with other draws, which follow from the seed."""
@@ -107,6 +123,25 @@ class PositionsPrediction(Prediction):
 
     def __len__(self) -> int:
         return self.leading[0]
+
+    def __getitem__(self, rows: Any) -> PositionsPrediction:
+        """The prediction of some inputs, with all their positions."""
+        inputs = torch.arange(len(self))[self._checked_rows(rows)]
+        each = math.prod(self.leading[1:])
+        positions = (inputs[:, None] * each + torch.arange(each)).flatten().to(self.pmf.device)
+        return PositionsPrediction.of(self.flat[positions], (len(inputs), *self.leading[1:]))
+
+    def __repr__(self) -> str:
+        return text_of_positions(self)
+
+    def _repr_html_(self) -> str:
+        return plain_html(text_of_positions(self))
+
+    def to_pandas(self, level: float = 0.95) -> Any:
+        raise ArgumentError(
+            "A table has a row for each input, and here every position has a PMF; expected "
+            "prediction.flat.to_pandas(), which has a row for each position."
+        )
 
     def _shaped(self, values: Tensor) -> Tensor:
         return values.reshape(*self.leading, *values.shape[1:])

@@ -23,7 +23,7 @@ from errbar._distributions.sampling import (
     mean_over_draws,
     over_blocks,
 )
-from errbar._distributions.shown import frame_of, html_of, text_of
+from errbar._distributions.shown import frame_of, html_of, plain_html, text_of, text_of_labels
 from errbar.errors import ArgumentError
 
 # Sobol sequences that the Monte Carlo error is estimated from: its relative error is 1/√30.
@@ -51,7 +51,7 @@ class Prediction:
     def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> Prediction:
         """The prediction of some inputs: a slice, a mask, positions, or one position, as a batch of one."""
         chosen = self._checked_rows(rows)
-        return Prediction(self.pmf[chosen], self.sampler.chosen(chosen), self.jitter)
+        return type(self)(self.pmf[chosen], self.sampler.chosen(chosen), self.jitter)
 
     def __iter__(self) -> Iterator[Prediction]:
         """Input by input, each as a batch of one."""
@@ -195,6 +195,12 @@ class LabelPrediction(Prediction):
     sum to one. `covariance`, `std`, `standard_error`, `risk`, `interval` and `samples` are those of these
     probabilities; `label`, `confidence`, `entropy` and `mutual_information` have a number for each label.
     """
+
+    def __repr__(self) -> str:
+        return text_of_labels(self)
+
+    def _repr_html_(self) -> str:
+        return plain_html(text_of_labels(self))
 
     @cached_property
     def label(self) -> Int[Tensor, "B L"]:

@@ -67,23 +67,49 @@ def frame_of(prediction: Any, level: float) -> Any:
             f"to_pandas needs pandas, which is not installed: {how_to_install('pandas')}."
         ) from missing
     lower, upper = prediction.interval(level)
-    columns: dict[str, Any] = {
-        "label": prediction.label,
-        "confidence": prediction.confidence,
-        "entropy": prediction.entropy,
-        "mutual_information": prediction.mutual_information,
-    }
-    of_class = {"pmf": prediction.pmf, "std": prediction.std, "lower": lower, "upper": upper}
+    of_input = {name: getattr(prediction, name) for name in ("label", "confidence", "entropy", "mutual_information")}
+    columns: dict[str, Any] = {name: values for name, values in of_input.items() if values.ndim == 1}
+    # Of several labels, each has all of them.
+    of_class = {name: values for name, values in of_input.items() if values.ndim == 2}
+    of_class |= {"pmf": prediction.pmf, "std": prediction.std, "lower": lower, "upper": upper}
     columns |= {
         f"{name}_{number}": values[:, number] for name, values in of_class.items() for number in range(values.shape[1])
     }
     return pandas.DataFrame({name: values.detach().cpu().numpy() for name, values in columns.items()})
 
 
-def _opening(prediction: Any) -> str:
+def text_of_labels(prediction: Any) -> str:
+    """How much there is, and the most probable labels of the first inputs with their standard deviations."""
+    head = prediction[:_LINES]
+    lines = [_opening(prediction, "labels")]
+    if len(head):
+        best = head.pmf.topk(min(_CLASSES, head.pmf.shape[1])).indices.tolist()
+        for row, labels in enumerate(best):
+            values = (
+                f"{label}: {float(head.pmf[row, label]):.3f} ± {float(head.std[row, label]):.3f}" for label in labels
+            )
+            lines.append(f"input {row}  " + "  ".join(values))
+    return "\n".join(lines)
+
+
+def text_of_positions(prediction: Any) -> str:
+    """How much there is."""
+    shape = " × ".join(f"{size:,}" for size in prediction.leading[1:])
+    return (
+        _opening(prediction)
+        .replace("inputs,", f"inputs of {shape} positions,", 1)
+        .replace("input,", f"input of {shape} positions,", 1)
+    )
+
+
+def plain_html(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def _opening(prediction: Any, what: str = "classes") -> str:
     inputs, sampler = len(prediction), prediction.sampler
     noun = "input" if inputs == 1 else "inputs"
-    return f"Prediction: {inputs:,} {noun}, {sampler.classes:,} classes, {sampler.samples:,} samples"
+    return f"Prediction: {inputs:,} {noun}, {sampler.classes:,} {what}, {sampler.samples:,} samples"
 
 
 def _bar(mean: float, low: float, high: float) -> str:

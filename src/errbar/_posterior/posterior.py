@@ -147,8 +147,10 @@ class Posterior:
 
     def logits(
         self, x: Any, *, top: int | None = None, unpack: Unpack | None = None, differentiable: bool = False
-    ) -> LogitGaussian | PositionLogits:
+    ) -> LogitGaussian:
         """N(ĝ/T(x), T_c P^g/T(x)²) for each input (eq:linearize); the arguments are as in `predict`.
+
+        With `outputs="positions"` these are `PositionLogits`, with a Gaussian for each position.
 
         With `top`, of that many classes of each input alone, those with the largest means in falling order, which
         `classes` of the result names: exactly those rows and columns, at the cost of that many backward passes; with
@@ -160,7 +162,8 @@ class Posterior:
                     "top= and differentiable= are for one PMF of each input, and here every position has its own; "
                     "leave them out."
                 )
-            return self.position_logits(x, DRAWS, unpack=unpack)
+            of_positions: Any = self.position_logits(x, DRAWS, unpack=unpack)
+            return of_positions  # type: ignore[no-any-return]
         if differentiable:
             return self._logits_with_graph(x, top, unpack).rounded()
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 # Colours of classes, one after the other: Okabe and Ito's, and then lighter ones of the same.
 # The first, which is often the background, is pale.
-_CLASS_COLOURS = ("#E4ECF1", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#56B4E9")
+_CLASS_COLOURS: tuple[str, ...] = (
+    "#E4ECF1",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#F0E442",
+    "#0072B2",
+    "#D55E00",
+    "#56B4E9",
+)
 _CLASS_COLOURS += ("#A6DAF4", "#F3CF80", "#80CFB9", "#E5BCD3", "#F7F1A1", "#80B8D8", "#EAAF80", "#CCCCCC")
 
 
