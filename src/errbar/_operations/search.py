@@ -162,11 +162,17 @@ def calibration_near(
     if near.softening == 0:
         names = tuple(name for name in names if name != "softening")
     with one_thread(held_out.mean.numel() * samples, held_out.mean.device):
-        return _near(held_out, names, near, samples, seed, slides)
+        return _near(held_out, names, near, samples, seed, slides, is_as_good)
 
 
 def _near(
-    held_out: HeldOut, names: tuple[str, ...], near: Calibration, samples: int, seed: int, slides: bool
+    held_out: HeldOut,
+    names: tuple[str, ...],
+    near: Calibration,
+    samples: int,
+    seed: int,
+    slides: bool,
+    is_as_good: LossRule | None,
 ) -> Calibration:
     start = Calibration(1.0, 0.0)
     question = Question(held_out, OBJECTIVES["nll"], names, start, held_out.draws(samples, seed), LITTLE)
