@@ -2,9 +2,11 @@
 
 import { ask, back, hasToken, latest, setToken, Trouble } from "./api.js";
 import { drawFusion, drawHeat, drawOutlier, drawPlane, empty, planeRange } from "./charts.js";
+import { MonitorView } from "./monitor.js";
 import { element, percent, plain } from "./numbers.js";
 import { Pad, pixels } from "./pad.js";
 import { Rows } from "./rows.js";
+import { tabs } from "./tabs.js";
 import { MOST_VALUES, Values } from "./values.js";
 import { usual, words } from "./words.js";
 
@@ -12,9 +14,11 @@ const at = (id) => document.getElementById(id);
 const LARGEST_SIDE = 1024;
 const MOST_LOGITS = 50; // classes up to which the covariances of all examples are asked for at the start
 
+const TRIED = { monitor: false }; // what is tried on the page is no part of the stream that is monitored
+
 const state = {
   model: null, pad: null, values: null, rows: null, source: null, views: [], temperature: null, scale: null, answer: null,
-  range: null, label: null, isWaiting: false,
+  range: null, label: null, isWaiting: false, monitor: null,
 };
 
 function say(sentence, kind = "") {
@@ -54,7 +58,7 @@ async function reconnect() {
   if (!state.model) { start(); return; }
   try {
     const model = await ask("/v1/model");
-    const same = ["posterior", "classes", "input_shape", "layers"].every((name) => JSON.stringify(model[name]) === JSON.stringify(state.model[name]));
+    const same = ["posterior", "classes", "input_shape", "layers", "monitor"].every((name) => JSON.stringify(model[name]) === JSON.stringify(state.model[name]));
     if (same) update();
     else location.reload();
   } catch (trouble) { failed(trouble); }
@@ -82,7 +86,7 @@ async function refresh() {
   settle("busy");
   try {
     const include = ["covariance", "logits", "points", "outlier", "input"];
-    const answer = await ask("/v1/predict", { ...source, ...requestOptions(), risk: state.rows.gamma, include });
+    const answer = await ask("/v1/predict", { ...source, ...requestOptions(), risk: state.rows.gamma, include, ...TRIED });
     let object = null;
     if (state.views.length) {
       const inputs = [...state.views.map((view) => view.input), answer.inputs[0]];
@@ -370,12 +374,22 @@ async function open() {
   settle("busy");
   try {
     const include = classes.length <= MOST_LOGITS ? ["logits"] : [];
-    const { predictions } = await ask("/v1/predict", { inputs: some.map(({ input }) => input), include, seed: 0, samples: Math.min(200, limits.samples) });
+    const { predictions } = await ask("/v1/predict", { inputs: some.map(({ input }) => input), include, seed: 0, samples: Math.min(200, limits.samples), ...TRIED });
     if (include.length) state.range = planeRange(predictions);
     const leads = predictions.map(({ pmf }) => { const [a, b] = [...pmf].sort((x, y) => y - x); return a - b; });
     const { input, label } = some[leads.indexOf(Math.min(...leads))];
     useArray(input, label);
   } catch (trouble) { failed(trouble); }
+}
+
+// The second tab, if the service monitors its answers.
+function watch() {
+  if (!state.model.monitor) return;
+  state.monitor = new MonitorView(state.model, askForToken);
+  tabs(at("tabs"), (name) => {
+    history.replaceState(null, "", name === "monitor" ? "#monitor" : location.pathname);
+    state.monitor.choose(name === "monitor");
+  });
 }
 
 async function start() {
@@ -397,6 +411,7 @@ async function start() {
   examples();
   sliders();
   wire();
+  watch();
   open();
 }
 
@@ -404,5 +419,6 @@ themes();
 at("token-dialog").addEventListener("close", () => {
   setToken(at("token").value);
   if (state.model) update(); else start();
+  if (state.monitor) state.monitor.wake();
 });
 start();

@@ -1,4 +1,5 @@
-// The charts: the plane of two logits, the heat map of P^f, the outlier scale, and the fusion of several views.
+// The charts: the plane of two logits, the heat map of P^f, the outlier scale, the fusion of several views, and the
+// evidence of the monitor.
 
 import { element, percent, plain, svg, whole } from "./numbers.js";
 
@@ -205,5 +206,49 @@ export function drawFusion(box, object, classes, count) {
   });
   const chart = svg("svg", { viewBox: `0 0 ${left + width + 56} ${height}`, role: "img" }, ...parts);
   chart.setAttribute("aria-label", sources.map(([, name, source]) => `${name}: ${source.class} with ${percent(source.confidence)}`).join("; "));
+  box.replaceChildren(chart);
+}
+
+// The lines of a chart of evidence, which differ in more than colour.
+export const SWATCHES = ["evidence first", "evidence second", "evidence third"];
+
+// Evidence as a share of that of an alarm, over answers or labels, on a logarithmic axis: an alarm is at 1.
+export function drawEvidence(box, lines, { total, unit, label }) {
+  const [left, right, top, plot] = [74, 14, 22, 190];
+  const width = Math.min(Math.max(box.clientWidth, 280), 900) - left - right;
+  const logs = lines.flatMap(({ points }) => points.map(([, value]) => Math.log10(value)));
+  const low = Math.min(Math.floor(Math.min(...logs)), -3);
+  const high = Math.max(Math.max(...logs) + 0.3, 0.6);
+  const x = (value) => left + (value / total) * width;
+  const y = (value) => top + ((high - Math.log10(value)) / (high - low)) * plot;
+  const parts = [];
+  const every = Math.ceil((high - low) / 7);
+  for (let power = Math.ceil(low / every) * every; power <= high; power += every) {
+    if (power) parts.push(svg("path", { class: "grid", d: `M${left} ${y(10 ** power)}h${width}`, opacity: 0.6 }));
+    const name = power < 0 ? `1/${(10 ** -power).toLocaleString("en-GB")}` : (10 ** power).toLocaleString("en-GB");
+    parts.push(text(left - 7, y(10 ** power) + 4, power ? name : "alarm", { "text-anchor": "end", class: power ? "" : "alarmed" }));
+  }
+  for (const value of steps(0, total, width < 320 ? 3 : 5)) {
+    if (!Number.isInteger(value)) continue;
+    parts.push(svg("path", { class: "grid", d: `M${x(value)} ${top + plot}v4` }), text(x(value), top + plot + 17, value.toLocaleString("en-GB"), { "text-anchor": "middle" }));
+  }
+  parts.push(svg("path", { class: "grid", d: `M${left} ${top + plot}h${width}` }), svg("path", { class: "limit", d: `M${left} ${y(1)}h${width}` }));
+  parts.push(text(left + width / 2, top + plot + 34, unit, { "text-anchor": "middle" }));
+  // The beginning that the first alarm tells; the others are in the sentences.
+  const alarms = lines.flatMap(({ alarm }) => (alarm ? [alarm] : []));
+  const [first] = [...alarms].sort((a, b) => a.place - b.place);
+  if (first && first.since !== null) {
+    const isRight = first.since > total / 2;
+    parts.push(svg("path", { class: "began", d: `M${x(first.since)} ${top - 8}V${top + plot}` }));
+    parts.push(text(x(first.since) + (isRight ? -6 : 6), top - 8, `changed since about ${first.since.toLocaleString("en-GB")}`, { "text-anchor": isRight ? "end" : "start" }));
+  }
+  lines.forEach(({ name, points }, place) => {
+    const line = svg("path", { class: SWATCHES[place], d: `M${points.map(([at, value]) => `${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("L")}` });
+    line.dataset.name = name;
+    parts.push(line);
+  });
+  for (const { place, height } of alarms) parts.push(svg("circle", { class: "alarm", cx: x(place), cy: y(height), r: 4.5 }));
+  const chart = svg("svg", { viewBox: `0 0 ${left + width + right} ${top + plot + 40}`, role: "img" }, ...parts);
+  chart.setAttribute("aria-label", label);
   box.replaceChildren(chart);
 }
