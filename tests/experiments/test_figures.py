@@ -16,7 +16,7 @@ from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 
 from errbar.errors import DataError
-from errbar.experiments import figure_values, figures
+from errbar.experiments import acquiring, figure_values, figures
 
 METHODS = {"standard": "(i) standard", "proposed_tc": "(vi) proposed, T_c", "new_one": "another"}
 DRAWN = [name for name in figures.FIGURES if name != "shift-all"]  # which takes more methods than are here
@@ -33,6 +33,12 @@ def _run(seed: int) -> dict[str, Any]:
     falling = {method: [0.9 - moved, 0.5] for method in METHODS}
     return {
         "seed": seed,
+        "acquired": {
+            "labels": [20, 40, 60],
+            "curves": {
+                rule: {"accuracy": [0.3, 0.5, 0.6 + moved + 0.01 * n]} for n, rule in enumerate(acquiring.RULES)
+            },
+        },
         "reliability": dict.fromkeys(METHODS, diagram),
         "roc": {"letters": {"proposed_tc · entropy": curve, "stranger · entropy": curve}, "noise": {"another": curve}},
         "shift": {
