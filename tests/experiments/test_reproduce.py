@@ -117,8 +117,8 @@ def test_of_an_interrupted_run_only_what_is_missing_is_computed(tmp_path: Path) 
 
 def test_every_table_can_be_made_and_filled_in(result: dict[str, Any]) -> None:
     names = tables.available(result)
-    # The rest are of the experiments on fusion alone, and one of all experiments together.
-    assert set(names) == set(tables.TABLES) - {"fused", "chosen", "tracks", "change", "autofit"}
+    # The rest are of the experiments on fusion and on labelling alone, and one of all experiments together.
+    assert set(names) == set(tables.TABLES) - {"fused", "chosen", "tracks", "change", "autofit", "acquisition"}
     assert tables.autofit_table({"digits": {"0": result["runs"][0]["autofit"]}}).rows[0][0] == "digits"
     for name in names:
         table = tables.TABLES[name](result)
