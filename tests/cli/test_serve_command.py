@@ -62,6 +62,35 @@ def test_a_posterior_from_files_is_served_and_stops_gracefully(workspace: Worksp
     assert "a-token" not in err
 
 
+def test_several_workers_answer_as_one_service(workspace: Workspace, fitted: errbar.Posterior) -> None:
+    x = workspace.test[0][:4]
+    arguments = ["it.safetensors", "--model", "tiny_net:trained", "--engine", "torch", "--workers", "2"]
+    with (
+        service_process(workspace.folder, *arguments, "--monitor", "data.npz") as (process, said),
+        httpx.Client(base_url=said["url"], timeout=60) as client,
+    ):
+        expected, names, asked = fitted.predict(x).pmf, [], 0
+        while len({name.split("-")[0] for name in names}) < 2:  # each connection goes to one of the workers
+            answer = httpx.post(f"{said['url']}/v1/predict", json={"inputs": x.tolist()}, timeout=60).json()
+            found = torch.tensor([one["pmf"] for one in answer["predictions"]], dtype=torch.float64)
+            torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+            names += [one["id"] for one in answer["predictions"]]
+            asked += 1
+            assert asked < 1000
+        labels = [{"id": name, "label": 0} for name in names[-60:]]
+        assert client.post("/v1/labels", json=labels).json()["matched"] == len(labels)
+        assert client.get("/v1/monitor").json()["inputs"] == 4 * asked
+        assert f"errbar_inputs_total {4 * asked}.0" in client.get("/metrics").text
+        assert client.get("/v1/model").json()["engine_reason"] == "torch was asked for."
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, ""), err
+    state = json.loads(Path("it.monitor.json").read_text(encoding="utf-8"))
+    assert state["monitor"]["inputs"] == 4 * asked
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{said['url']}/healthz")
+
+
 def test_a_posterior_needs_its_model(fitted: errbar.Posterior) -> None:
     assert fitted is not None
     for arguments, sentence in (

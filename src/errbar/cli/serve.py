@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,12 +20,28 @@ from errbar.cli import options
 from errbar.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
-    from errbar.cli.session import Session
+    import torch
+
     from errbar.serve.monitoring import ServiceMonitor
     from errbar.serve.service import Served, Service
 
 
 EngineName = Literal["auto", "onnx", "torch"]
+
+
+@dataclass(frozen=True)
+class ServiceRequest:
+    """What is to be served, as it was typed; without posteriors the demo's digits."""
+
+    posteriors: tuple[Path, ...] = ()
+    models: tuple[str, ...] = ()
+    weights: tuple[Path, ...] = ()
+    input_shape: str | None = None
+    reference: str | None = None
+    picture_shape: str | None = None
+
+    def load(self, device: torch.device, *, progress: bool = False) -> Service:
+        return _files(self, device) if self.posteriors else _digits(progress)
 
 
 def serve(
@@ -85,6 +103,9 @@ def serve(
         int, typer.Option("--batch-size", min=1, help="Inputs in a run of the network; 1 joins no requests.")
     ] = 64,
     timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds until an answer.")] = 10.0,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Processes that answer; each holds the model, all have one monitor.")
+    ] = 1,
     log: Annotated[bool, typer.Option("--log/--no-log", help="One JSON line for each request, on standard error.")] = (
         True
     ),
@@ -98,12 +119,15 @@ def serve(
     for module, package in (("fastapi", "FastAPI"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):
         extra(module, "Serving", package, "serve")
     extra("PIL.Image", "Serving", "Pillow", "serve")
+    import torch
+
     from errbar._base.progress import track
     from errbar.cli.session import session
     from errbar.serve.app import application
     from errbar.serve.limits import Limits
     from errbar.serve.server import Address, server_for, url_of
     from errbar.serve.telemetry import Log
+    from errbar.serve.workers import Job, serve_by_workers
 
     with session("serve", as_json=as_json, progress=progress, device=device) as here:
         limits = Limits(
@@ -131,26 +155,39 @@ def serve(
                     input_shape=input_shape,
                     picture_shape=picture_shape,
                 )
-            service = (
-                _files(here, posterior, model or [], weights or [], input_shape, reference, picture_shape)
-                if posterior
-                else _digits(here)
+            request = ServiceRequest(
+                tuple(posterior or ()), tuple(model or ()), tuple(weights or ()), input_shape, reference, picture_shape
             )
+            service = request.load(here.device, progress=here.progress)
             members = track(service.members, "Preparing the engine", enabled=here.progress)
             service = replace(service, members=tuple(member.with_engine(engine) for member in members))
             request_log = Log(enabled=log)
             watch = None
             if monitor is not None:
                 watch = _monitor(service.first, monitor, _state_of(posterior, monitor_state), monitor_rate)
-            app = application(service, limits, token=token, hosts=address.hosts, log=request_log, monitor=watch)
-            url = url_of(bound)
-            name = service.first.name
+            url, names = url_of(bound), [member.name for member in service.members]
 
             def ready() -> None:
-                sentence = f"errbar serves {name} at {url} – open it in a browser; Ctrl-C stops it."
-                here.answer({"url": url, "posteriors": [member.name for member in service.members]}, sentence)
+                sentence = f"errbar serves {names[0]} at {url} – open it in a browser; Ctrl-C stops it."
+                here.answer({"url": url, "posteriors": names}, sentence)
                 sys.stdout.flush()
 
+            if workers > 1:
+                # All answer by the engine that was chosen here, by which the monitor's reference was predicted.
+                engines = tuple((member.engine.name, member.engine.reason) for member in service.members)
+                job = Job(
+                    partial(_prepared, request, here.device, engines),
+                    limits,
+                    token,
+                    address.hosts,
+                    log,
+                    None if watch is None else watch.posterior,
+                    max(1, torch.get_num_threads() // workers),
+                )
+                del service, members  # the workers hold the model
+                serve_by_workers(job, workers, bound, request_log, watch, ready)
+                return
+            app = application(service, limits, token=token, hosts=address.hosts, log=request_log, monitor=watch)
             # uvicorn has finished its requests by the time it passes Ctrl-C on.
             with contextlib.suppress(KeyboardInterrupt):
                 server_for(app, limits, request_log, ready).run(sockets=[bound])
@@ -200,36 +237,41 @@ def _require_nothing(**options_: object) -> None:
             raise ArgumentError(f"There is --{name.replace('_', '-')} and no POSTERIOR; expected a file of errbar fit.")
 
 
-def _digits(here: Session) -> Service:
+def _prepared(request: ServiceRequest, device: torch.device, engines: Sequence[tuple[EngineName, str]]) -> Service:
+    """The service in a worker, with engines that were chosen, and why; what has been said already is not said again."""
+    from errbar.serve.service import Service
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        members = []
+        for member, (name, reason) in zip(request.load(device).members, engines, strict=True):
+            made = member.with_engine(name)
+            members.append(replace(made, engine=replace(made.engine, reason=reason)))
+        return Service(tuple(members))
+
+
+def _digits(progress: bool) -> Service:
     from errbar.serve.digits import digits
     from errbar.serve.service import Service
 
-    return Service((digits(progress=here.progress),))
+    return Service((digits(progress=progress),))
 
 
-def _files(
-    here: Session,
-    posteriors: Sequence[Path],
-    models: Sequence[str],
-    weights: Sequence[Path],
-    shape: str | None,
-    reference: str | None,
-    picture: str | None,
-) -> Service:
+def _files(typed: ServiceRequest, device: torch.device) -> Service:
     from errbar.cli.inputs import TRAINING, DataRequest
     from errbar.cli.posteriors import classifier_requests
     from errbar.report.pictures import picture_shape
     from errbar.serve.service import Service, served
 
-    requests = classifier_requests(posteriors, models, weights)
-    size = None if shape is None else _shape(shape)
-    layout = None if picture is None else picture_shape(picture)
+    requests = classifier_requests(typed.posteriors, typed.models, typed.weights)
+    size = None if typed.input_shape is None else _shape(typed.input_shape)
+    layout = None if typed.picture_shape is None else picture_shape(typed.picture_shape)
     members: list[Served] = []
     for number, request in enumerate(requests, start=1):
-        loaded = request.load(here.device)
+        loaded = request.load(device)
         data = None
-        if reference is not None:
-            data = DataRequest(reference, 256).open(TRAINING, loaded.classes, labelled=True).loader()
+        if typed.reference is not None:
+            data = DataRequest(typed.reference, 256).open(TRAINING, loaded.classes, labelled=True).loader()
         path = request.path
         about = f"{path.name}, {_described(loaded.classifier)}."
         name = path.stem if all(path.stem != member.name for member in members) else f"{path.stem}-{number}"

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -45,9 +45,9 @@ from errbar.serve.compute import (
 from errbar.serve.decoding import Decoder
 from errbar.serve.guard import KINDS, Guard
 from errbar.serve.limits import LARGEST, Limits, Refusal, busy
-from errbar.serve.monitoring import ServiceMonitor
+from errbar.serve.monitoring import Watch
 from errbar.serve.service import Served, Service
-from errbar.serve.telemetry import Log, Metrics, Record
+from errbar.serve.telemetry import Log, Metrics, Record, text_of
 
 PAGE = Path(__file__).parent / "page"
 # The limits that a client can keep to, as /v1/model tells them.
@@ -63,21 +63,33 @@ def application(
     token: str | None = None,
     hosts: Collection[str] | None = None,
     log: Log | None = None,
-    monitor: ServiceMonitor | None = None,
-) -> Any:
-    """The service as an ASGI application: `Record` around `Guard` around the routes."""
+    monitor: Watch | None = None,
+    counters: Callable[[], list[Metric]] | None = None,
+) -> Record:
+    """The service as an ASGI application: `Record` around `Guard` around the routes.
+
+    `counters` are those of all processes that answer, where there are several.
+    """
     limits = Limits() if limits is None else limits
     log = Log() if log is None else log
-    desk = Desk(service, limits, monitor, log)
+    desk = Desk(service, limits, monitor, log, counters)
     return Record(Guard(_routes(desk, token), limits, token, hosts), desk.metrics, log)
 
 
 class Desk:
     """What the routes share: the queue, the counters, the monitor, the names of answers, and the reading of inputs."""
 
-    def __init__(self, service: Service, limits: Limits, monitor: ServiceMonitor | None, log: Log) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits,
+        monitor: Watch | None,
+        log: Log,
+        counters: Callable[[], list[Metric]] | None,
+    ) -> None:
         self.service, self.limits, self.monitor, self._log = service, limits, monitor, log
         self.metrics = Metrics(lambda: self.batcher.queued_inputs, lambda: self.decoder.queued_pixels)
+        self.counters = self.metrics.families if counters is None else counters
         self.batcher: Batcher[Work, Answer] = Batcher(self._computed, limits, self.metrics.batch)
         # The names of answers differ from those before a restart, whose labels may still come.
         self._start, self._count = secrets.token_hex(4), itertools.count()
@@ -100,9 +112,9 @@ class Desk:
                     self._monitored(self.monitor, work, answer, is_usual=usual)
         return answers
 
-    def _monitored(self, monitor: ServiceMonitor, work: Predict, answer: Answer, *, is_usual: bool) -> None:
+    def _monitored(self, monitor: Watch, work: Predict, answer: Answer, *, is_usual: bool) -> None:
         try:
-            if is_usual and work.monitored and work.served.name == monitor.subject.posterior:
+            if is_usual and work.monitored and work.served.name == monitor.posterior:
                 monitor.observe(answer)
             else:
                 monitor.skip(len(answer))
@@ -263,7 +275,7 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
 def _add_monitor(app: FastAPI, desk: Desk) -> None:
     """The routes of the monitor: labels for what was answered, and what the monitor has seen."""
 
-    def watching() -> ServiceMonitor:
+    def watching() -> Watch:
         if desk.monitor is None:
             raise Refusal(404, "Answers are not monitored; start errbar serve with --monitor HELD_OUT.")
         return desk.monitor
@@ -272,7 +284,7 @@ def _add_monitor(app: FastAPI, desk: Desk) -> None:
         """Labels of inputs that were answered, by the ids of their answers; in any order, late or never."""
         monitor = watching()
         body = await _validated(request, schemas.Labels)
-        classes = next(m.classes for m in desk.service.members if m.name == monitor.subject.posterior)
+        classes = next(m.classes for m in desk.service.members if m.name == monitor.posterior)
         pairs = [(given.id, _label_number(given.label, classes)) for given in body.root]
         return JSONResponse(await anyio.to_thread.run_sync(monitor.label, pairs))
 
@@ -319,7 +331,8 @@ def _add_reading(app: FastAPI, desk: Desk) -> None:
 
     async def metrics() -> Response:
         """Counters for Prometheus."""
-        return Response(desk.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        families = await anyio.to_thread.run_sync(desk.counters)
+        return Response(text_of(families), media_type=CONTENT_TYPE_LATEST)
 
     async def page() -> Response:
         return FileResponse(PAGE / "index.html")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -78,6 +78,19 @@ def _count(point: Mapping[str, Any]) -> int:
     return int(point["input"]) + int(point["labels"])
 
 
+class Watch(Protocol):
+    """What a service needs of its monitor, which may be in another process: what `ServiceMonitor` has."""
+
+    @property
+    def posterior(self) -> str: ...
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def observe(self, entries: Sequence[Mapping[str, Any]]) -> None: ...
+    def skip(self, inputs: int) -> None: ...
+    def label(self, pairs: Sequence[tuple[str, int]]) -> dict[str, Any]: ...
+    def told(self) -> dict[str, Any]: ...
+
+
 class ServiceMonitor:
     """A `Monitor` for the threads of a service, with times, and with its state in a file.
 
@@ -94,6 +107,11 @@ class ServiceMonitor:
         self._started, self._skipped, self._changed = clock(), 0, True
         self._thread: threading.Thread | None = None
         self._labels = 0
+
+    @property
+    def posterior(self) -> str:
+        """The name of that which is monitored."""
+        return self.subject.posterior
 
     def start(self) -> None:
         """Write the state now, so that a file that cannot be written is told at once, and from now on regularly."""

@@ -100,6 +100,11 @@ class _Farewell:
         await self._app(scope, receive, sending)
 
 
+def grace(limits: Limits) -> int:
+    """Seconds that a server which is stopping waits for its answers."""
+    return math.ceil(limits.seconds + limits.body_seconds + 5)
+
+
 def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """uvicorn with the limits on connections, logging to `log`."""
     talk = logging.getLogger("uvicorn.error")
@@ -116,7 +121,7 @@ def server_for(app: Any, limits: Limits, log: Log, ready: Callable[[], None] = l
         access_log=False,
         server_header=False,
         timeout_keep_alive=limits.idle_seconds,
-        timeout_graceful_shutdown=math.ceil(limits.seconds + limits.body_seconds + 5),
+        timeout_graceful_shutdown=grace(limits),
     )
     server = _Announcing(config, ready)
     farewell.server = server

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 
 from errbar.serve.service import Served
 
@@ -122,15 +122,54 @@ class Metrics:
         self.compute.observe(seconds)
         self.inputs.inc(inputs)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def families(self) -> list[Metric]:
+        """All counters as they are now."""
+        return list(self.registry.collect())
+
+
+class _Families:
+    """Counters of any origin, as `generate_latest` takes them."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        return self._families
+
+
+def text_of(families: Sequence[Metric]) -> bytes:
+    """Counters in the format of Prometheus."""
+    return generate_latest(_Families(families))
+
+
+def added(each: Sequence[Sequence[Metric]]) -> list[Metric]:
+    """The counters of several processes as one: the sum of each, and of moments the earliest."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for family in (family for families_of_one in each for family in families_of_one):
+        families.setdefault(family.name, family)
+        known = values.setdefault(family.name, {})
+        for sample in family.samples:
+            place = sample.name, tuple(sample.labels.items())
+            is_moment = sample.name.endswith(("_created", "_start_time_seconds"))
+            if place not in known:
+                known[place] = sample.value
+            else:
+                known[place] = min(known[place], sample.value) if is_moment else known[place] + sample.value
+    made = []
+    for name, family in families.items():
+        whole = Metric(name, family.documentation, family.type)
+        for (sample_name, labels), value in values[name].items():
+            whole.add_sample(sample_name, dict(labels), value)
+        made.append(whole)
+    return made
 
 
 class Record:
     """The outermost wrapper: counts and logs each request, and answers 500 if nothing else did."""
 
     def __init__(self, app: Any, metrics: Metrics, log: Log) -> None:
-        self._app, self._metrics, self._log = app, metrics, log
+        self._app, self.metrics, self._log = app, metrics, log
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -145,7 +184,7 @@ class Record:
                 status = message["status"]
             await send(message)
 
-        self._metrics.active.inc()
+        self.metrics.active.inc()
         try:
             await self._app(scope, receive, noting)
         except Exception as error:
@@ -153,11 +192,11 @@ class Record:
             if status == 0:
                 await _internal_error(noting)
         finally:
-            self._metrics.active.dec()
+            self.metrics.active.dec()
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.seconds.labels(route).observe(seconds)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
             facts = scope.get("errbar", {})
             self._log.say("request", method=method, route=route, status=status, seconds=round(seconds, 6), **facts)
