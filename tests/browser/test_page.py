@@ -526,7 +526,7 @@ def test_many_classes_show_the_leading_ones(browser: Browser) -> None:
 def test_the_page_opens_on_the_hardest_example_already_answered(page: Page, known: Served) -> None:
     settled(page)
     x = torch.stack([example for example, _ in known.examples])
-    leading = known.posterior.predict(x, 200).pmf.topk(2).values
+    leading = known.posterior.predict(x).pmf.topk(2).values
     hardest = int((leading[:, 0] - leading[:, 1]).argmin())
     truth = known.posterior.predict(x[hardest : hardest + 1])
     require_same(shown(page), truth)
@@ -658,8 +658,8 @@ def test_only_classes_marked_as_dangerous_are_coloured(page: Page) -> None:
 def test_the_plane_keeps_its_scale(page: Page) -> None:
     settled(page)
     ranges = set()
-    for place in (1, 4, 9):
-        page.locator("#examples button").nth(place).click()
+    for button in page.locator("#examples button").all():
+        button.click()
         page.wait_for_timeout(100)
         settled(page)
         ranges.add(page.locator("#plane svg").get_attribute("data-range"))

@@ -21,6 +21,7 @@ import serving
 from errbar.errors import ArgumentError, DataError, MismatchError
 from errbar.serve import schemas
 from errbar.serve.batching import Batcher
+from errbar.serve.compute import leading
 from errbar.serve.limits import Limits, Refusal
 from errbar.serve.pictures import PictureRule, rule_for
 from errbar.serve.service import Service, served, training_reference
@@ -74,6 +75,13 @@ def test_a_prediction_is_that_of_the_library_to_the_last_bit(running: Running, k
         "softening": 0.0,
         "level": 0.9,
     }
+
+
+def test_where_little_is_left_the_next_class_is_that_of_the_largest_logit() -> None:
+    pmf = torch.tensor([[0.9, 0.001, 0.003, 0.004], [0.5, 0.1, 0.4, 0.0], [0.2, 0.3, 0.1, 0.4]])
+    mean = torch.tensor([[2.0, 9.0, 8.0, -20.0], [3.0, 9.0, 2.0, 1.0], [0.0, 1.0, 2.0, 3.0]])
+    # In the first row the most probable of the others is one of them by its large variance.
+    assert leading(pmf, mean).tolist() == [[0, 1], [0, 2], [3, 1]]
 
 
 def test_logits_and_points_are_centred_and_of_the_same_draws(running: Running, known: errbar.Posterior) -> None:

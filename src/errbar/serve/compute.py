@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 import errbar
@@ -24,6 +25,8 @@ from errbar.serve.service import Served
 
 # Draws of the logits that are sent for plotting.
 POINTS = 200
+# Where less is left for the next class, the tails of the draws decide which one that is, and so the variances.
+_RARE = 0.01
 # Samples of one request stored while its statistics are computed; if there are more, each statistic redraws them.
 _STORED = 2**21
 
@@ -274,12 +277,21 @@ def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tenso
     return thresholds
 
 
+def leading(pmf: Float[Tensor, "B M"], mean: Float[Tensor, "B M"]) -> Int[Tensor, "B 2"]:
+    """The most probable class and the next one: if all others have less than 1 %, that of the largest mean logit."""
+    first = pmf.argmax(1, keepdim=True)
+    others = pmf.scatter(1, first, -1.0)
+    nearest = mean.scatter(1, first, -torch.inf).argmax(1, keepdim=True)
+    second = torch.where(others.amax(1, keepdim=True) < _RARE, nearest, others.argmax(1, keepdim=True))
+    return torch.cat([first, second], 1)
+
+
 def _points(gaussian: LogitGaussian, pmf: Tensor, options: AnswerOptions) -> list[dict[str, Any]]:
     """The first draws of the logits of the two leading classes, centred over all classes: the same draws as the PMF."""
     # All draws, not just the first few: another number of samples gives other draws.
     root = gaussian.sampling_root()
     normal = root.draws(options.samples, options.seed, gaussian.mean)[:, :POINTS]
-    leaders = pmf.topk(2).indices
+    leaders = leading(pmf, gaussian.mean)
     points = []
     for row, pair in enumerate(leaders.tolist()):
         logits = gaussian.mean[row][:, None] + root.spread(slice(row, row + 1), normal)[0]

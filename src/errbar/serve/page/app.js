@@ -373,8 +373,8 @@ async function open() {
   if (!some.length) { update(); return; }
   settle("busy");
   try {
-    const include = classes.length <= MOST_LOGITS ? ["logits"] : [];
-    const { predictions } = await ask("/v1/predict", { inputs: some.map(({ input }) => input), include, seed: 0, samples: Math.min(200, limits.samples), ...TRIED });
+    const include = classes.length <= MOST_LOGITS ? ["logits", "points"] : [];
+    const { predictions } = await ask("/v1/predict", { inputs: some.map(({ input }) => input), include, ...requestOptions(), ...TRIED });
     if (include.length) state.range = planeRange(predictions);
     const leads = predictions.map(({ pmf }) => { const [a, b] = [...pmf].sort((x, y) => y - x); return a - b; });
     const { input, label } = some[leads.indexOf(Math.min(...leads))];

@@ -29,12 +29,11 @@ function steps(low, high, count) {
   return ticks;
 }
 
+const deviation = (logits, place) => Math.sqrt(Math.max(logits.covariance[place][place], 0));
+
 // The scale of the plane: from the lowest to the highest of the two leading logits, with two standard deviations.
 export function planeRange(predictions) {
-  const ends = predictions.flatMap(({ pmf, logits }) => {
-    const leading = pmf.map((_, place) => place).sort((a, b) => pmf[b] - pmf[a]).slice(0, 2);
-    return leading.flatMap((place) => [-2, 2].map((sigma) => logits.mean[place] + sigma * Math.sqrt(Math.max(logits.covariance[place][place], 0))));
-  });
+  const ends = predictions.flatMap(({ points, logits }) => points.classes.flatMap((place) => [-2, 2].map((sigma) => logits.mean[place] + sigma * deviation(logits, place))));
   const room = Math.max((Math.max(...ends) - Math.min(...ends)) * 0.06, 0.3);
   return { low: Math.min(...ends) - room, high: Math.max(...ends) + room };
 }
@@ -47,7 +46,9 @@ export function drawPlane(box, prediction, classes, range) {
   const shape = axes(covariance[i][i], covariance[i][j], covariance[j][j]);
   let { low, high } = range;
   let zoom = 1;
-  while ((Math.min(...centre) - shape.major < low || Math.max(...centre) + shape.major > high) && zoom < 1e6) {
+  // The box around the ellipse of 1 σ: so every input that made the range fits.
+  const outside = () => [i, j].some((place) => mean[place] - deviation(prediction.logits, place) < low || mean[place] + deviation(prediction.logits, place) > high);
+  while (outside() && zoom < 1e6) {
     const half = (high - low) / 2;
     [low, high, zoom] = [low - half, high + half, 2 * zoom];
   }
@@ -114,8 +115,8 @@ export function drawHeat(box, prediction, classes, places, tell) {
     const value = prediction.covariance[i][j];
     const spread = Math.sqrt(prediction.covariance[i][i] * prediction.covariance[j][j]);
     const correlation = spread > 0 ? value / spread : 0;
-    const deviation = (place) => percent(Math.sqrt(Math.max(prediction.covariance[place][place], 0)));
-    tell(i === j ? `f(${classes[i]}) has a standard deviation of ${deviation(i)}.` : `f(${classes[i]}) and f(${classes[j]}): correlation ${correlation.toFixed(2).replace("-", "−")}, standard deviations ${deviation(i)} and ${deviation(j)}.`);
+    const spreadOf = (place) => percent(deviation(prediction, place));
+    tell(i === j ? `f(${classes[i]}) has a standard deviation of ${spreadOf(i)}.` : `f(${classes[i]}) and f(${classes[j]}): correlation ${correlation.toFixed(2).replace("-", "−")}, standard deviations ${spreadOf(i)} and ${spreadOf(j)}.`);
   };
   chart.addEventListener("pointermove", (event) => {
     const bounds = chart.getBoundingClientRect();
