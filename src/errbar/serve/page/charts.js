@@ -146,7 +146,8 @@ export function drawOutlier(box, reference, outlier) {
   const low = Math.min(logs[0], here ?? logs[0]) - 0.15;
   const high = Math.max(logs[100], here ?? logs[100]) + 0.15;
   const [width, height] = [300, 102];
-  const x = (value) => 4 + ((value - low) / (high - low)) * (width - 8);
+  const room = 18; // half of the longest label
+  const x = (value) => room + ((value - low) / (high - low)) * (width - 2 * room);
   const bins = new Array(36).fill(0);
   const step = (logs[100] - logs[0]) / bins.length || 1;
   for (let place = 0; place < 100; place += 1) {
@@ -205,7 +206,7 @@ export function drawFusion(box, object, classes, count) {
       parts.push(bar);
     });
   });
-  const chart = svg("svg", { viewBox: `0 0 ${left + width + 56} ${height}`, role: "img" }, ...parts);
+  const chart = svg("svg", { viewBox: `0 0 ${left + width + 72} ${height}`, role: "img" }, ...parts);
   chart.setAttribute("aria-label", sources.map(([, name, source]) => `${name}: ${source.class} with ${percent(source.confidence)}`).join("; "));
   box.replaceChildren(chart);
 }

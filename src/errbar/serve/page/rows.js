@@ -33,7 +33,7 @@ export class Rows {
 
   line(place) {
     const name = this.classes[place];
-    const bar = element("span", { className: "bar" });
+    const bar = element("span", { className: "bar", hidden: true });
     const whisker = element("span", { className: "whisker", hidden: true });
     const slider = element("input", { type: "range", min: 0, max: 1, step: 0.005, value: this.gamma[place] });
     slider.setAttribute("aria-label", `Threshold γ of class ${name}`);
@@ -94,7 +94,7 @@ export class Rows {
     for (const [place, line] of this.lines) {
       const [f, low, high, std, risk] = ["pmf", "lower", "upper", "std", "risk"].map((name) => prediction[name][place]);
       line.row.dataset.leading = place === prediction.label;
-      line.whisker.hidden = false;
+      for (const node of [line.bar, line.whisker]) node.hidden = false;
       line.bar.style.width = `${100 * f}%`;
       line.whisker.style.left = `${100 * low}%`;
       line.whisker.style.width = `${Math.max(100 * (high - low), 0.3)}%`;
@@ -112,8 +112,7 @@ export class Rows {
   clear() {
     for (const line of this.lines.values()) {
       line.row.dataset.leading = false;
-      line.bar.style.width = "0";
-      line.whisker.hidden = true;
+      for (const node of [line.bar, line.whisker]) node.hidden = true;
       for (const node of [line.numbers, line.risk]) node.textContent = "–";
       for (const node of [line.numbers, line.gauge, line.whisker]) node.removeAttribute("title");
       line.gauge.dataset.high = false;
