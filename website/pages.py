@@ -35,8 +35,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RESNET = "tutorials/resnet.md"
-# Pages that show no output: another test runs them and checks the result.
-RUN_ELSEWHERE = {"command-line.md": "docs/test_documents.py", "drift.md": "docs/test_documents.py"}
+# Pages that another test runs, and checks the result.
+RUN_ELSEWHERE = dict.fromkeys(("command-line.md", "drift.md", "index.md"), "docs/test_documents.py")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*)(?P<options>.*)$")
 _TITLE = re.compile(r'title="([^"]*)"')
 _NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])", re.ASCII)

@@ -29,7 +29,6 @@ import pages
 # Blocks that are marked "not run: …", page by page.
 NOT_RUN = {
     "coming-from-laplace-torch.md": 1,
-    "index.md": 1,
     "quickstart.md": 1,
     "tutorials/deployment.md": 3,
     "tutorials/ensemble.md": 1,
