@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import sys
 import warnings
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import errbar
@@ -224,6 +226,13 @@ def test_the_best_of_each_column_is_marked_whichever_way_is_up() -> None:
     table = demo.score_table("", [Score("a", "", 0.9, -10.0, 0.2, 0.02), Score("b", "", 0.8, -9.0, 0.1, 0.03)])
     marked = [["bold" in str(cell) for cell in column.cells] for column in table.columns[1:]]
     assert marked == [[True, False], [False, True], [False, True], [True, False]]
+
+
+def test_tables_are_whole_on_80_columns() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    fitted = "λ 100 T 1.50 T_c 0.0053"
+    console.print(demo.score_table("", [Score("(iii) ensemble of 10", fitted, 0.954, -1131.5, 0.068, 0.0199)]))
+    assert fitted in console.export_text()
 
 
 def _small_network(inputs: int, dropout: float = 0.0) -> nn.Sequential:

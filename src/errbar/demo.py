@@ -233,9 +233,9 @@ def compare(digits: Digits, settings: DemoSettings, *, progress: bool = False) -
         f"(iii) ensemble of {settings.members}": (ensemble_pmf(members, x), ""),
         "(iv) MC dropout": (by_dropout, ""),
         "(v) proposed": (proposed.predict(x).pmf, prior.format(proposed)),
-        "(vi) proposed, T_c": (scaled.predict(x).pmf, f"{prior}  {T_c}".format(scaled)),
-        "(vii) ggn, T and T_c": (both.predict(x).pmf, f"{prior}  {T}  {T_c}".format(both)),
-        "(viii) autofit": (gaussian.predict().pmf, f"λ {_short(choice)}  {T}  {T_c}".format(choice.posterior)),
+        "(vi) proposed, T_c": (scaled.predict(x).pmf, f"{prior} {T_c}".format(scaled)),
+        "(vii) ggn, T and T_c": (both.predict(x).pmf, f"{prior} {T} {T_c}".format(both)),
+        "(viii) autofit": (gaussian.predict().pmf, f"λ {_short(choice)} {T} {T_c}".format(choice.posterior)),
     }
     scores = tuple(score(method, pmf, y, note) for method, (pmf, note) in rows.items())
     return Comparison(scores, {method: pmf for method, (pmf, _) in rows.items()}, choice, gaussian, both.prior)
