@@ -132,6 +132,16 @@ def test_columns_are_resampled_together() -> None:
     assert (difference.low, difference.high) == (0, 0)
 
 
+def test_the_intervals_of_scores_hold_no_negative_number() -> None:
+    # One of twenty is wrong: twice the mean, less a high quantile of its resamples, is below zero.
+    pmf = torch.tensor([[0.99, 0.01]], dtype=torch.float64).expand(20, 2)
+    y = (torch.arange(20) == 0).long()
+    found = scoring._variant("network", "it", pmf, y, 10, 0)
+    for score in (found.nll, found.brier):
+        assert 0 == score.low < score.value < score.high
+    assert found.gap.low < 0 < found.gap.high
+
+
 def test_a_mean_that_is_infinite_has_no_interval() -> None:
     (found,) = means(torch.tensor([[1.0], [math.inf]], dtype=torch.float64), 0)
     assert found.value == math.inf

@@ -225,8 +225,7 @@ def _scales(scale_curves: ScaleCurves | None, report: Report) -> list[Child]:
     )
     caption = (
         f"The NLL of {count(scale_curves.inputs)} inputs, spread over the data, as T and T_c vary. Dotted vermilion "
-        "lines mark the values in use, which were not chosen on these data. A flat curve on the right means that "
-        "these data hardly determine T_c."
+        "lines mark the values in use. A flat curve on the right means that these data hardly determine T_c."
     )
     return [introduction, _figure("T and T_c.", prose(caption), panels)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -45,7 +46,9 @@ def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor,
     confidence, label = pmf.double().max(1)
     right = (label == labels).double()
     columns = [confidence - right, -of_label(pmf, labels).log(), squared_error(pmf, labels)]
-    gap, nll, brier = means(torch.stack(columns, 1), seed)
+    gap, *scores = means(torch.stack(columns, 1), seed)
+    # Neither score can be negative, though with few inputs the interval of a mean can.
+    nll, brier = (replace(one, low=max(one.low, 0.0)) for one in scores)
     low, high = metrics.ece_interval(pmf, labels, bins, seed=seed)
     return Variant(
         key=key,
