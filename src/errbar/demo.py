@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import errbar
 from errbar import metrics, plots
 from errbar._base.progress import track
+from errbar._base.threads import one_thread
 from errbar.errors import ArgumentError, MissingExtraError, how_to_install
 from errbar.experiments.baselines import dropout_pmf, ensemble_pmf, softmax_pmf
 from errbar.experiments.evaluation import contrasting
@@ -387,6 +388,8 @@ def risk_table(title: str, risks: Sequence[ClassRisk], threshold: float) -> Tabl
     return table
 
 
+# Nearly all of it are thousands of small products, which several threads would spend on waiting for each other.
+@one_thread(0, torch.device("cpu"))
 def run(
     output: Path, progress: bool = True, settings: DemoSettings | None = None, *, quiet: bool = False
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,27 @@ def test_inside_of_itself_it_changes_nothing_more() -> None:
         return [within, torch.get_num_threads()]
 
     assert _in_threads(nested) == [[1, 3]]
+
+
+@pytest.mark.parametrize("name", ["demo", "serve.digits"])
+def test_the_demo_and_the_digits_model_are_computed_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    from errbar import demo
+    from errbar.errors import DataError
+    from errbar.serve.digits import digits
+
+    def load(settings: demo.DemoSettings) -> None:
+        raise DataError(f"{torch.get_num_threads()} threads for seed {settings.seed}")
+
+    monkeypatch.setattr(demo, "load", load)
+
+    def run() -> int:
+        with pytest.raises(DataError, match=r"^1 threads for seed 0"):
+            demo.run(tmp_path, progress=False) if name == "demo" else digits()
+        return torch.get_num_threads()
+
+    assert _in_threads(run) == [3]
 
 
 def test_a_search_for_a_calibration_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

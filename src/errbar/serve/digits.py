@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import errbar
 from errbar import demo
 from errbar._base.progress import track
+from errbar._base.threads import one_thread
 from errbar.experiments.networks import paper_network
 from errbar.experiments.training import seeded, train
 from errbar.serve.pictures import PictureRule
@@ -54,6 +55,8 @@ def drawn(samples: demo.Samples, copies: int, seed: int) -> Drawn:
     return Drawn(x[order], y[order])
 
 
+# As the demo: thousands of small products, which several threads would spend on waiting for each other.
+@one_thread(0, torch.device("cpu"))
 def digits(settings: demo.DemoSettings | None = None, *, progress: bool = False) -> Served:
     """The network, its posterior with T and T_c, and the training digits to compare inputs with."""
     settings = SETTINGS if settings is None else settings
