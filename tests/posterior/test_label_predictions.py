@@ -282,6 +282,12 @@ def test_decisions_are_made_label_by_label() -> None:
     torch.testing.assert_close(by_label.expected_loss[:, 2], 3 * decision.expected_loss[:, 2])
 
 
+def test_drawn_parameters_give_predictions_of_labels_input_by_input() -> None:
+    prediction = fitted().predict_by_parameters(data()[0], 20)
+    cost = [[0.0, 1.0], [0.3, 0.3]]
+    assert torch.equal(errbar.decide(prediction[:2], cost).action, errbar.decide(prediction, cost).action[:2])
+
+
 @pytest.mark.parametrize("cost", [[[0.0, 1.0, 2.0]], [[[0.0, 1.0]]] * 2, []])
 def test_costs_of_another_shape_are_refused(cost: object) -> None:
     with pytest.raises(ArgumentError, match=r"expected \(actions, 2\) for outputs='labels'"):
