@@ -198,7 +198,7 @@ def test_positions_are_refused() -> None:
     words = draw(6, 4, 5)
     posterior = errbar.fit(seeded(lambda: nn.Linear(5, 3)), [words], last_layers=1, outputs="positions")
     for by in module.RULES:
-        with pytest.raises(errbar.ArgumentError, match="acquire chooses inputs with one class or some labels each"):
+        with pytest.raises(errbar.ArgumentError, match="acquire is for inputs with one class or some labels each"):
             errbar.acquire(posterior, [words], 2, by=by)
 
 

@@ -305,14 +305,13 @@ def test_costs_that_are_no_numbers_are_refused() -> None:
 # ------------------------------------------------------------------------------------ what is for classes alone
 
 
-def test_what_is_for_classes_alone_says_so(tmp_path: Path) -> None:
+def test_what_is_for_classes_alone_says_so() -> None:
     x, y = data()
     posterior = fitted()
     prediction = posterior.predict(x)
     is_for_classes = r"is for one of M classes, and this posterior was fitted with outputs='labels'"
     for call in (
         lambda: posterior.joint_logits(x),
-        lambda: posterior.export(tmp_path / "a.pt2", example=x),
         lambda: errbar.outlier_scores(posterior, [x]),
         lambda: errbar.Track(posterior),
         lambda: errbar.frame_noise(posterior, [x]),
@@ -325,8 +324,6 @@ def test_what_is_for_classes_alone_says_so(tmp_path: Path) -> None:
             call()
     with pytest.raises(ArgumentError, match="autofit is for one of M classes, and outputs is 'labels'"):
         errbar.autofit(posterior.model, [(x, y)], [(x, y)], outputs="labels")
-    with pytest.raises(ArgumentError, match="of outputs='labels', and a monitor watches one of M classes"):
-        errbar.Monitor(prediction)
     with pytest.raises(ArgumentError, match=r"centered\(\) takes a common shift of the logits away"):
         posterior.logits(x).centered()
     for metric in (errbar.metrics.nll, errbar.metrics.ece, errbar.abstention, errbar.conformal):

@@ -65,11 +65,7 @@ def acquire(
     bounds, and few are computed again.
     """
     require_posterior(posterior)
-    if posterior.information.task.positions is not None:
-        raise ArgumentError(
-            "acquire chooses inputs with one class or some labels each, and this posterior was fitted with "
-            "outputs='positions'; expected one that was fitted with outputs='classes' or 'labels'."
-        )
+    posterior.information.task.require_inputs("acquire")
     require_option("by", by, RULES)
     count = whole_number(k)
     if count is None or count < 1:
