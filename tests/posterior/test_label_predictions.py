@@ -317,7 +317,6 @@ def test_what_is_for_classes_alone_says_so() -> None:
         lambda: errbar.frame_noise(posterior, [x]),
         lambda: errbar.calibrate_track(posterior, [x], [0]),
         lambda: errbar.calibrate_fusion([posterior, posterior], [(x, y)]),
-        lambda: errbar.report.assess(posterior, [(x, y)]),
         lambda: errbar.autofit(posterior.model, None, [(x, y)], candidates=[posterior.information]),
     ):
         with pytest.raises(ArgumentError, match=is_for_classes):
