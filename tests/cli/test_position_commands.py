@@ -47,7 +47,9 @@ def test_pixels_are_fitted_calibrated_measured_and_written(
     run(*first, "--outputs", "positions", "-o", "fitted.safetensors")
     run("calibrate", "fitted.safetensors", "data.npz", *of_model, "-o", "calibrated.safetensors")
     capsys.readouterr()
-    run("evaluate", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50")
+    measured = ["evaluate", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50"]
+    run(*measured, "--report", "page.html")
+    assert "200 positions of 10 inputs" in Path("page.html").read_text()
     shown = capsys.readouterr().out
     assert "200 positions with a label" in shown
     assert "after calibration" in shown

@@ -137,6 +137,7 @@ def by_graph(
         limits.to(task.network.dtype),
         (*NAMES, *ON_REQUEST),
         LEVEL,
+        posterior.label_factors,
     )
     with plain_execution(task.network.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch deprecates inside itself, as in `export`
@@ -234,6 +235,44 @@ def test_files_soften_as_predict_does(ending: str, case: str, dtype: torch.dtype
     found = by_onnx_runtime(path, x=x) if ending == "onnx" else by_torch(path, x)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-8
     require_parity(found, softened, x, seed=4, samples=60, tolerance=tolerance)
+
+
+def fitted_labels(case: str, dtype: torch.dtype) -> tuple[errbar.Posterior, tuple[int, ...]]:
+    make, shape, options = CASES[case]
+    model, x = seeded(make(), 5).to(dtype), normal(80, *shape, seed=6, dtype=dtype)
+    options = {name: value for name, value in options.items() if name != "fisher"}
+    posterior = errbar.fit(model, [x], prior=errbar.Prior(2.0), outputs="labels", **options)
+    return posterior.with_calibration(temperature=1.3, covariance_scale=0.6), shape
+
+
+FORMS = ("two layers", "last layer, ggn", "last layer, kron", "last layer, diag", "two layers, kron", "one logit")
+
+
+@pytest.mark.parametrize("calibration", ["together", "each", "softened", "softened each"])
+@pytest.mark.parametrize("case", FORMS)
+def test_the_graph_of_several_labels_says_what_predict_says(case: str, calibration: str) -> None:
+    posterior, shape = fitted_labels(case, torch.float64)
+    if "each" in calibration:
+        labels = range(posterior.information.n_classes)
+        posterior = posterior.with_label_factors(tuple((1 + 0.3 * label, 2 / (1 + label)) for label in labels))
+    if "softened" in calibration:
+        posterior = posterior.with_calibration(softening=4.0)
+    x = normal(7, *shape, seed=7, dtype=torch.float64)
+    require_parity(by_graph(posterior, x, seed=3), posterior, x, seed=3, samples=50, tolerance=1e-8)
+
+
+def test_a_file_of_several_labels(tmp_path: Path) -> None:
+    posterior, shape = fitted_labels("last layer, ggn", torch.float32)
+    posterior = posterior.with_label_factors(((1.2, 0.5),) * 5)
+    path, x = tmp_path / "posterior.onnx", normal(7, *shape, seed=7)
+    names = (*NAMES, *ON_REQUEST)
+    posterior.export(path, example=x[:3], samples=60, seed=4, risk=THRESHOLDS, outputs=names, level=LEVEL)
+    found = by_onnx_runtime(path, x=x)
+    assert found["mutual_information"].shape == (7, 5)
+    require_parity(found, posterior, x, seed=4, samples=60)
+    about = described(path)
+    assert json.loads(about["errbar.logits_of"]) == "labels"
+    assert json.loads(about["errbar.label_factors"]) == [[1.2, 0.5]] * 5
 
 
 # A file takes seconds, most of them inside torch: the graphs of all cases are compared above, and files of some here.

@@ -205,7 +205,7 @@ def test_the_interval_of_the_gap_holds_at_all_times_at_once() -> None:
         correct = generator.random(200) < truth
         out = False
         for n in range(200):
-            tally.add(float(confidence[n]), bool(correct[n]), 1.0)
+            tally.add([float(confidence[n])], [bool(correct[n])], 1.0)
             expected += confidence[n] - truth[n]
             low, high = tally.agreement(0.8).interval
             out |= not low <= expected / (n + 1) <= high

@@ -33,6 +33,10 @@ def convolutional() -> nn.Module:
     )
 
 
+def one_label() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
 FITS: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (convolutional, 16, {"last_layers": 1}),
     (convolutional, 16, {"last_layers": 1, "fisher": "eta"}),
@@ -45,6 +49,10 @@ FITS: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (convolutional, 16, {"parameters": "all", "structure": {"8": "dense", "*": "kron"}}),
     (convolutional, 16, {"parameters": "all", "fisher": "sampled"}),
     (mlp, 5, {"last_layers": 2}),
+    (convolutional, 16, {"last_layers": 1, "outputs": "labels"}),
+    (convolutional, 16, {"parameters": "all", "outputs": "labels"}),
+    (convolutional, 16, {"parameters": "all", "structure": "kron", "outputs": "labels"}),
+    (one_label, 5, {"last_layers": 1, "outputs": "labels"}),
 ]
 
 
@@ -62,7 +70,11 @@ def _information(posterior: errbar.Posterior, x: Tensor) -> Tensor:
 
     parts = vmap(jacrev(logits), (None, 0))({name: every[name] for name in names}, x)
     jacobian = torch.cat([parts[name].flatten(2) for name in names], 2)
-    f = torch.softmax(model(x).detach(), 1)
+    g = model(x).detach()
+    if posterior.information.outputs == "labels":
+        weights = torch.diag_embed(torch.sigmoid(g) * torch.sigmoid(-g))
+        return jacobian.mT @ weights @ jacobian
+    f = torch.softmax(g, 1)
     weights = torch.diag_embed(f) - f[:, :, None] * f[:, None, :]
     if posterior.information.fisher == "eta":
         weights = torch.diag_embed(weights.diagonal(dim1=1, dim2=2))
@@ -166,6 +178,28 @@ def test_rules_that_look_at_each_input_by_itself(by: str) -> None:
     }[by]
     found = errbar.acquire(posterior, [pool[:11], pool[11:]], 7, by=by, samples=100, seed=3)
     assert found.tolist() == scores.argsort(descending=True)[:7].tolist()
+
+
+@pytest.mark.parametrize("by", ["mutual_information", "entropy", "margin"])
+def test_all_labels_of_an_input_count(by: str) -> None:
+    posterior, pool = _fitted(mlp, 5, last_layers=1, outputs="labels"), 2 * draw(30, 5, seed=7)
+    prediction = posterior.predict(pool, samples=100, seed=3)
+    f = prediction.pmf
+    scores = {
+        "mutual_information": prediction.mutual_information.sum(1),
+        "entropy": torch.distributions.Bernoulli(f).entropy().sum(1),
+        "margin": -torch.maximum(f, 1 - f).amin(1),
+    }[by]
+    found = errbar.acquire(posterior, [pool], 7, by=by, samples=100, seed=3)
+    assert found.tolist() == scores.argsort(descending=True)[:7].tolist()
+
+
+def test_positions_are_refused() -> None:
+    words = draw(6, 4, 5)
+    posterior = errbar.fit(seeded(lambda: nn.Linear(5, 3)), [words], last_layers=1, outputs="positions")
+    for by in module.RULES:
+        with pytest.raises(errbar.ArgumentError, match="acquire is for inputs with one class or some labels each"):
+            errbar.acquire(posterior, [words], 2, by=by)
 
 
 def test_random_choice_follows_from_the_seed() -> None:

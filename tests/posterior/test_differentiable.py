@@ -58,6 +58,8 @@ FITS: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (mlp, 5, {"last_layers": 2}),
     (_Shifted, 5, {"parameters": "all"}),
     (_Shifted, 5, {"parameters": "all", "structure": "lowrank", "rank": 10}),
+    (mlp, 5, {"last_layers": 1, "outputs": "labels"}),
+    (convolutional, 16, {"parameters": "all", "structure": "kron", "outputs": "labels"}),
 ]
 
 
@@ -93,7 +95,9 @@ def test_gradients_are_those_of_finite_differences(
         return (
             (prediction.pmf * vector).sum()
             + (prediction.covariance * weights).sum()
-            + (prediction.mutual_information + prediction.entropy + prediction.std.sum(1)).sum()
+            + prediction.mutual_information.sum()
+            + prediction.entropy.sum()
+            + prediction.std.sum()
         )
 
     _require_derivative(lambda z: of_logits(posterior.logits(z)), x, of_logits(gaussian), given)

@@ -282,6 +282,12 @@ def test_decisions_are_made_label_by_label() -> None:
     torch.testing.assert_close(by_label.expected_loss[:, 2], 3 * decision.expected_loss[:, 2])
 
 
+def test_drawn_parameters_give_predictions_of_labels_input_by_input() -> None:
+    prediction = fitted().predict_by_parameters(data()[0], 20)
+    cost = [[0.0, 1.0], [0.3, 0.3]]
+    assert torch.equal(errbar.decide(prediction[:2], cost).action, errbar.decide(prediction, cost).action[:2])
+
+
 @pytest.mark.parametrize("cost", [[[0.0, 1.0, 2.0]], [[[0.0, 1.0]]] * 2, []])
 def test_costs_of_another_shape_are_refused(cost: object) -> None:
     with pytest.raises(ArgumentError, match=r"expected \(actions, 2\) for outputs='labels'"):
@@ -299,28 +305,24 @@ def test_costs_that_are_no_numbers_are_refused() -> None:
 # ------------------------------------------------------------------------------------ what is for classes alone
 
 
-def test_what_is_for_classes_alone_says_so(tmp_path: Path) -> None:
+def test_what_is_for_classes_alone_says_so() -> None:
     x, y = data()
     posterior = fitted()
     prediction = posterior.predict(x)
     is_for_classes = r"is for one of M classes, and this posterior was fitted with outputs='labels'"
     for call in (
         lambda: posterior.joint_logits(x),
-        lambda: posterior.export(tmp_path / "a.pt2", example=x),
         lambda: errbar.outlier_scores(posterior, [x]),
         lambda: errbar.Track(posterior),
         lambda: errbar.frame_noise(posterior, [x]),
         lambda: errbar.calibrate_track(posterior, [x], [0]),
         lambda: errbar.calibrate_fusion([posterior, posterior], [(x, y)]),
-        lambda: errbar.report.assess(posterior, [(x, y)]),
         lambda: errbar.autofit(posterior.model, None, [(x, y)], candidates=[posterior.information]),
     ):
         with pytest.raises(ArgumentError, match=is_for_classes):
             call()
     with pytest.raises(ArgumentError, match="autofit is for one of M classes, and outputs is 'labels'"):
         errbar.autofit(posterior.model, [(x, y)], [(x, y)], outputs="labels")
-    with pytest.raises(ArgumentError, match="of outputs='labels', and a monitor watches one of M classes"):
-        errbar.Monitor(prediction)
     with pytest.raises(ArgumentError, match=r"centered\(\) takes a common shift of the logits away"):
         posterior.logits(x).centered()
     for metric in (errbar.metrics.nll, errbar.metrics.ece, errbar.abstention, errbar.conformal):

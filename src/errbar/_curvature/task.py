@@ -103,6 +103,14 @@ class Task:
                 "expected one that was fitted with outputs='classes'."
             )
 
+    def require_inputs(self, name: str) -> None:
+        """Refuse positions, in the name of what has only been made for inputs with one class or some labels each."""
+        if self.positions is not None:
+            raise ArgumentError(
+                f"{name} is for inputs with one class or some labels each, and this posterior was fitted with "
+                f"outputs='{self.outputs}'; expected one that was fitted with outputs='classes' or 'labels'."
+            )
+
     def require_no_positions(self) -> None:
         """Refuse what gives each input one Gaussian."""
         if self.positions is not None:

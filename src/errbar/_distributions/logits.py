@@ -116,7 +116,7 @@ class LogitGaussian:
     def at(self, rows: Tensor) -> LogitGaussian:
         """Some of the inputs, by a mask or by their numbers."""
         classes = None if self.classes is None else self.classes[rows]
-        return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes, self.origin)
+        return LogitGaussian(self.mean[rows], self.form[rows], self.rank, classes, self.origin, self.kind)
 
     def of_classes(self, classes: Int[Tensor, "B t"]) -> LogitGaussian:
         """The logits of some classes of each input, in this order."""

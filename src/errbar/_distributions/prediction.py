@@ -227,7 +227,8 @@ class LabelPrediction(Prediction):
             values = _both(self.sampler.block(start, stop))
             return _mutual_information(values.flatten(0, 1), pmf.flatten(0, 1)).reshape(pmf.shape[:2])
 
-        with plain_execution(self.pmf.device):
+        execution = graph_execution if self.pmf.requires_grad else plain_execution
+        with execution(self.pmf.device):
             parts = [each(start, stop) for start, stop in blocks(self.sampler)]
             return torch.cat(parts) if parts else self.pmf.new_empty(self.pmf.shape)
 

@@ -218,6 +218,8 @@ class GaussianSampler:
         """
         if not self.kind.has_gauge:
             values = self.block(start, stop)
+            if values.requires_grad:
+                return _mean_with_graph(values)
             least = values[:, :, :_LOW_DRAWS].amin(2)
             values -= least[:, :, None]
             return least + values.sum(2) / self.samples
@@ -281,7 +283,7 @@ class GivenSampler:
         return self.values[start:stop].mean(2, dtype=torch.float64).to(self.values.dtype)
 
     def chosen(self, rows: slice | Tensor) -> GivenSampler:
-        return GivenSampler(self.values[rows])
+        return GivenSampler(self.values[rows], self.kind)
 
 
 def _mean_with_graph(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:

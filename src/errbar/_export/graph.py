@@ -19,6 +19,7 @@ from errbar._curvature import banded, packed
 from errbar._curvature.structure import ClassCoefficients, GraphCovariance, PairCoefficients
 from errbar._distributions.calibration import Calibration
 from errbar._export.chain import ChainedNetwork, LayerTerm
+from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ExportError
 
 # The Cholesky factorisation is written out column by column, about ten operations each.
@@ -237,10 +238,12 @@ class GaussianGraph(nn.Module):
     """Input → network → terms V ⊗ hᵀ → ĝ and P^g, calibrated.
 
     `form` is that of P^g: "full", "diagonal" (variances of the logits), or "factored", Q diag(w) Qᵀ with `basis` Q.
+    Of several labels T and T_c of each are `label_factors` (rows t and s) times those of all.
     """
 
     start: Tensor | None
     basis: Tensor | None
+    label_factors: Tensor | None
 
     def __init__(
         self,
@@ -252,27 +255,63 @@ class GaussianGraph(nn.Module):
         start: Float[Tensor, "M c"] | None,
         basis: Float[Tensor, "M r"] | None,
         dtype: torch.dtype,
+        kind: OutputKind = CLASSES,
+        label_factors: Float[Tensor, "2 L"] | None = None,
     ) -> None:
         super().__init__()
         self.network, self.covariance, self.calibration = network, covariance, calibration
-        self.form, self.dtype = form, dtype
+        self.kind, self.dtype, self.made = kind, dtype, form
+        # What varies from label to label and from input to input leaves no basis that all inputs share.
+        self.form = "full" if form == "factored" and not kind.has_gauge and calibration.softening > 0 else form
+        if label_factors is not None and basis is not None and self.form == "factored":
+            basis = basis * _deviation_factors(label_factors).to(basis.dtype)[:, None]
         self.register_buffer("start", None if start is None else start.to(dtype))
         self.register_buffer("basis", basis)
+        self.register_buffer("label_factors", label_factors)
 
     def forward(self, *inputs: Tensor) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B ..."]]:
         output, values = self.network(*inputs)
-        # One logit g is read as the pair (0, g).
-        mean = output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], 1)
+        # One logit g of two classes is read as the pair (0, g).
+        is_pair = self.kind.has_gauge and output.shape[1] == 1
+        mean = torch.cat([torch.zeros_like(output), output], 1) if is_pair else output
         return self.calibrated(mean, self.covariance(self.network.terms(values, self.start, self.dtype)))
 
     def calibrated(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> tuple[Tensor, Tensor]:
         """ĝ/T(x) and T_c P^g/T(x)², as `LogitGaussian.calibrated` has them; T(x) is a constant without softening."""
         T, scale = self.calibration.temperature, self.calibration.covariance_scale
+        if not self.kind.has_gauge:
+            return self._with_label_factors(*self._calibrated_labels(mean, covariance))
         if self.calibration.softening == 0:
             return _divided(mean, T), _times(covariance, scale / T**2)
         each = self.calibration.temperatures(self.contrast_variance(covariance, mean.shape[1]))
         divisor = each.square().to(covariance.dtype).reshape(-1, *[1] * (covariance.ndim - 1))
         return mean / each.to(mean.dtype)[:, None], _times(covariance / divisor, scale)
+
+    def _calibrated_labels(
+        self, mean: Float[Tensor, "B L"], covariance: Float[Tensor, "B ..."]
+    ) -> tuple[Tensor, Tensor]:
+        """The same of several labels, each with a T(x) of its own by half of its variance."""
+        T, scale = self.calibration.temperature, self.calibration.covariance_scale
+        if self.calibration.softening == 0:
+            return _divided(mean, T), _times(covariance, scale / T**2)
+        if self.made != "diagonal":
+            covariance = full_matrices(self.made, covariance, self.basis)
+            variance = (covariance * torch.eye(mean.shape[1], dtype=covariance.dtype)).sum(2)
+        else:
+            variance = covariance
+        each = self.calibration.temperatures(variance / 2)
+        return mean / each.to(mean.dtype), _times(_rescaled(covariance, 1 / each), scale)
+
+    def _with_label_factors(
+        self, mean: Float[Tensor, "B L"], covariance: Float[Tensor, "B ..."]
+    ) -> tuple[Tensor, Tensor]:
+        """As `LogitGaussian.with_label_factors` has them; a basis has them in it already."""
+        factors = self.label_factors
+        if factors is None:
+            return mean, covariance
+        if self.form != "factored":
+            covariance = _rescaled(covariance, _deviation_factors(factors))
+        return mean / factors[0].to(mean.dtype), covariance
 
     def contrast_variance(self, covariance: Float[Tensor, "B ..."], classes: int) -> Float[Tensor, "B"]:
         """The mean variance of the M−1 contrasts, in the form at hand. No product of matrices, see `_times`."""
@@ -287,6 +326,19 @@ class GaussianGraph(nn.Module):
         return total.clamp_min(0) / (classes - 1)
 
 
+def _deviation_factors(label_factors: Float[Tensor, "2 L"]) -> Float[Tensor, "L"]:
+    """√s/t of each label."""
+    return label_factors[1].sqrt() / label_factors[0]
+
+
+def _rescaled(covariance: Float[Tensor, "B ..."], by: Float[Tensor, "*B L"]) -> Float[Tensor, "B ..."]:
+    """diag a P^g diag a, of matrices or of variances."""
+    factors = by.to(covariance.dtype)
+    if covariance.ndim == 2:
+        return covariance * factors.square()
+    return covariance * factors[..., :, None] * factors[..., None, :]
+
+
 class FusedGraph(nn.Module):
     """Inputs → ĝ_c and P_c of each network → N(ĝ, q P) of the fusion, as `FusedClassifier.logits` has it.
 
@@ -294,7 +346,7 @@ class FusedGraph(nn.Module):
     network takes, and in which dtype; `dtype` is that of the mean.
     """
 
-    form, basis = "full", None
+    form, basis, kind = "full", None, CLASSES
 
     def __init__(
         self,
@@ -354,6 +406,7 @@ class PredictionGraph(nn.Module):
     ) -> None:
         super().__init__()
         self.gaussian, self.form, self.outputs = gaussian, gaussian.form, tuple(outputs)
+        self.kind: OutputKind = gaussian.kind
         self.temperature = draws.temperature
         # Outside what is traced: a graph chooses by no values.
         self.ranks = interval_ranks(draws.level, draws.normal.shape[1], draws.normal.dtype)
@@ -389,15 +442,20 @@ class PredictionGraph(nn.Module):
         if {"lower", "upper"} & set(self.outputs):
             results["lower"], results["upper"] = interval_of_draws(samples, pmf, self.ranks)
         if "mutual_information" in self.outputs:
-            results["mutual_information"] = information_of_draws(samples, pmf)
+            results["mutual_information"] = information_of_draws(samples, pmf, self.kind)
         return {name: results[name] for name in self.outputs}
 
     def sampled_pmfs(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
+        if not self.kind.has_gauge:
+            return torch.sigmoid(self.sampled_logits(mean, covariance))
         return torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance), 1)
 
     def sampled_logits(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
         """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""
         normal = self.get_buffer("normal")
+        if self.form == "full" and not self.kind.has_gauge:
+            lower = cholesky(linalg.symmetric(covariance.double()), self.shares)
+            return lower.to(mean.dtype) @ normal + mean[:, :, None]
         if self.form == "full":
             basis = linalg.contrast_basis(mean.shape[1], mean.device)
             lower = cholesky(linalg.symmetric(basis.mT @ covariance.double() @ basis), self.shares)
@@ -405,7 +463,8 @@ class PredictionGraph(nn.Module):
         deviations = covariance.clamp_min(0).sqrt().to(mean.dtype)[:, :, None] * normal
         if self.form == "factored":
             basis = self.get_buffer("basis")
-            deviations = (basis - basis.mean(0)).to(mean.dtype) @ deviations
+            centred = basis - basis.mean(0) if self.kind.has_gauge else basis
+            deviations = centred.to(mean.dtype) @ deviations
         return deviations + mean[:, :, None]
 
 
@@ -433,17 +492,24 @@ def interval_of_draws(
     return lower, upper
 
 
-def information_of_draws(samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"]) -> Float[Tensor, "B"]:
-    """(1/K) Σ_k Σ_m f̂_m (r ln r − r + 1), r = f_m⁽ᵏ⁾/f̂_m, as `Prediction.mutual_information` has it.
+def information_of_draws(
+    samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"], kind: OutputKind = CLASSES
+) -> Float[Tensor, "B *L"]:
+    """(1/K) Σ_k Σ_m f̂_m (r ln r − r + 1), r = f_m⁽ᵏ⁾/f̂_m, as `Prediction.mutual_information` has it; of several labels
+    that of each, as of two classes."""
+    if not kind.has_gauge:
+        return (_information_parts(samples, pmf) + _information_parts(1 - samples, 1 - pmf)).clamp_min(0)
+    return _information_parts(samples, pmf).sum(1).clamp_min(0)
 
-    ONNX has no log1p. Near 1, where it matters, r − 1 is exact, so that ln r is as good.
-    """
+
+def _information_parts(samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"]) -> Float[Tensor, "B M"]:
+    """That of each class. ONNX has no log1p. Near 1, where it matters, r − 1 is exact, so that ln r is as good."""
     kind = torch.finfo(samples.dtype)
     scale = pmf.clamp_min(kind.tiny)
     ratio = samples / scale[:, :, None]
     terms = ratio.clamp_min(kind.eps / 2).log() * ratio - (ratio - 1)
     means = terms.double().mean(2).to(samples.dtype)
-    return (means * scale).sum(1).clamp_min(0)
+    return means * scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -456,24 +522,26 @@ class Head:
     basis: Float[Tensor, "M r"] | None = None
 
 
-def head(covariance: GraphCovariance, dtype: torch.dtype, classes: int, *, identity: bool) -> Head:
+def head(
+    covariance: GraphCovariance, dtype: torch.dtype, classes: int, *, identity: bool, kind: OutputKind = CLASSES
+) -> Head:
     """What makes P^g of the terms of layers, the last first; `identity` for one layer that returns the logits."""
     if isinstance(covariance, ClassCoefficients):
         return Head(ClassVariance(covariance.coefficients), "diagonal", classes)
     if isinstance(covariance, PairCoefficients):
-        return _full(FullCovariance(covariance.pairs), classes)
+        return _full(FullCovariance(covariance.pairs), classes, kind)
     variances, bases = covariance.variances, covariance.bases
     rotations = None if bases is None else [(outer.to(dtype), inner.to(dtype)) for outer, inner in bases]
     if not identity:
-        return _full(IndependentCovariance(variances, rotations), classes)
+        return _full(IndependentCovariance(variances, rotations), classes, kind)
     if bases is None or rotations is None:
         return Head(OutputVariance(variances[0], None), "diagonal", classes)
     return Head(OutputVariance(variances[0], rotations[0][1]), "factored", classes, bases[0][0])
 
 
-def _full(covariance: nn.Module, classes: int) -> Head:
+def _full(covariance: nn.Module, classes: int, kind: OutputKind) -> Head:
     require_few_classes(classes)
-    return Head(covariance, "full", classes - 1)
+    return Head(covariance, "full", classes - kind.has_gauge)
 
 
 def require_few_classes(classes: int) -> None:

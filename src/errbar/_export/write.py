@@ -28,12 +28,12 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.structure import Factor
 from errbar._curvature.task import Task
 from errbar._derivative.layers import LinearLayer
-from errbar._distributions.calibration import Calibration
+from errbar._distributions.calibration import Calibration, LabelFactors
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import standard_normal
 from errbar._export.chain import ChainedNetwork, Linear, Sample, chained, exported, named_inputs
-from errbar._export.graph import Draws, GaussianGraph, PredictionGraph, head
+from errbar._export.graph import Draws, GaussianGraph, Head, PredictionGraph, head
 from errbar._export.numbers import exact_numbers
 from errbar._model.batch import Batch
 from errbar.errors import ArgumentError, ExportError, MissingExtraError, how_to_install
@@ -60,6 +60,7 @@ class ExportRequest:
     thresholds: Float[Tensor, "R M"]
     outputs: tuple[str, ...]
     level: float = 0.95
+    label_factors: LabelFactors | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,39 +183,43 @@ def program_of(graph: PredictionGraph, batch: Batch) -> ExportedProgram:
 
 def graph_of(task: Task, factor: Factor, batch: Batch, request: ExportRequest) -> PredictionGraph:
     """The whole way from input to outputs as a module of elementary operations."""
-    gaussian, width = gaussian_of(task, factor, batch, request.calibration)
+    gaussian, part = gaussian_of(task, factor, batch, request.calibration, request.label_factors)
     like = torch.empty(0, dtype=task.network.dtype)
-    normal = standard_normal(request.samples, width, request.seed, like, request.draws).T
-    if gaussian.basis is not None:
-        normal = gaussian.basis.T.to(normal.dtype) @ normal
+    normal = standard_normal(request.samples, part.width, request.seed, like, request.draws).T
+    if part.basis is not None and gaussian.form == "factored":
+        normal = part.basis.T.to(normal.dtype) @ normal
     draws = Draws(normal.contiguous(), request.thresholds, level=request.level)
     return PredictionGraph(gaussian, draws, dtype=task.dtype, outputs=request.outputs)
 
 
-def gaussian_of(task: Task, factor: Factor, batch: Batch, calibration: Calibration) -> tuple[GaussianGraph, int]:
-    """The way from input to the Gaussian over the logits, and how many draws a sample of it takes."""
+def gaussian_of(
+    task: Task, factor: Factor, batch: Batch, calibration: Calibration, label_factors: LabelFactors | None = None
+) -> tuple[GaussianGraph, Head]:
+    """The way from input to the Gaussian over the logits, and the part of it that the structure decides."""
     layers, identity = _selected(task)
     _require_exportable(task, batch)
     network = chained(task.network, layers, Sample.of(batch))
     order = [step.layer for step in network.steps if isinstance(step, Linear) and step.layer is not None]
-    part = head(factor.in_graph(order, task.dtype), task.dtype, task.n_classes, identity=identity)
+    part = head(factor.in_graph(order, task.dtype), task.dtype, task.n_classes, identity=identity, kind=task.kind)
     graph = GaussianGraph(
         network,
         part.covariance,
         calibration,
         form=part.form,
-        start=_start(network, task.n_classes, identity=identity, single=len(order) == 1),
+        start=_start(network, task, identity=identity, single=len(order) == 1),
         basis=part.basis,
         dtype=task.dtype,
+        kind=task.kind,
+        label_factors=None if label_factors is None else torch.tensor(label_factors, dtype=torch.float64).T,
     )
-    return graph, part.width
+    return graph, part
 
 
-def _start(network: ChainedNetwork, classes: int, *, identity: bool, single: bool) -> Float[Tensor, "M c"] | None:
-    """∂g/∂(output of the model): the identity, and (0, 1) for a model with one logit, which is read as (0, g)."""
-    if network.columns == 1:
+def _start(network: ChainedNetwork, task: Task, *, identity: bool, single: bool) -> Float[Tensor, "M c"] | None:
+    """∂g/∂(output of the model): the identity, and (0, 1) for two classes by one logit, which is read as (0, g)."""
+    if network.columns == 1 and task.kind.has_gauge:
         return torch.tensor([[0.0], [1.0]])
-    return torch.eye(classes) if single and not identity else None
+    return torch.eye(task.n_classes) if single and not identity else None
 
 
 def _selected(task: Task) -> tuple[Sequence[LinearLayer], bool]:
@@ -252,7 +257,9 @@ def _require_exportable(task: Task, batch: Batch) -> None:
 
 def _description(task: Task, request: ExportRequest) -> dict[str, Any]:
     """What the file is, for anyone who finds it."""
-    return {"errbar": __version__, **described_task(task), **vars(request.calibration), **described_request(request)}
+    factors = {} if request.label_factors is None else {"label_factors": request.label_factors}
+    calibration = {**vars(request.calibration), **factors}
+    return {"errbar": __version__, **described_task(task), **calibration, **described_request(request)}
 
 
 def described_task(task: Task) -> dict[str, Any]:
@@ -262,6 +269,7 @@ def described_task(task: Task) -> dict[str, Any]:
         "parameters": list(task.selection.names),
         "structure": task.structure,
         "fisher": task.fisher,
+        "logits_of": task.outputs,
     }
 
 

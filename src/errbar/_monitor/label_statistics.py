@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,15 @@ _ETA, _S, _ZETA_S = 2.0, 1.4, 3.105547277977581
 
 @dataclass(frozen=True)
 class Agreement:
-    """How N labels agree with their predictions.
+    """How N labels agree with their predictions; of several labels at a time, how those of N inputs do.
 
     - `gap`: mean confidence minus accuracy, positive where the classifier is over-confident;
     - `interval`: contains the expected gap at all times at once with probability `level`, however often you look;
     - `ece`: Σ_j (n_j/N) |accuracy − confidence| of ten bins of confidence;
     - `innovation`: the mean of ν/(M−1), one or less for a calibrated PMF (`martingales.innovation_squared`).
+
+    Of several labels `confidence`, `accuracy` and `ece` are over all that were given, and `gap` and `innovation` are
+    means over inputs of the mean over the labels of each: labels of one input may depend on each other.
     """
 
     labels: int
@@ -36,7 +40,11 @@ class Agreement:
 
 @dataclass
 class Tally:
-    """Sums over labels. All but `squares` are independent of the order of the labels."""
+    """Sums over labels. All but `squares` and `means` are independent of the order of the labels.
+
+    Bins count what was decided: of several labels each that was given. Then `means` has the sums over inputs of their
+    mean confidence and their mean accuracy; otherwise it is None.
+    """
 
     labels: int = 0
     innovation: float = 0.0
@@ -44,21 +52,28 @@ class Tally:
     count: list[int] = field(default_factory=lambda: [0] * _BINS)
     confidence: list[float] = field(default_factory=lambda: [0.0] * _BINS)
     correct: list[int] = field(default_factory=lambda: [0] * _BINS)
+    means: list[float] | None = None
 
-    def add(self, confidence: float, correct: bool, innovation: float) -> None:
+    def add(self, confidences: Sequence[float], correct: Sequence[bool], innovation: float) -> None:
+        """What was decided about one input: its class, or each of its labels that is given."""
         # Relative to the mean so far: the boundary needs a guess made before the number is seen.
         guess = self._gap / self.labels if self.labels else 0.0
-        self.squares += (confidence - correct - guess) ** 2
-        at = min(int(confidence * _BINS), _BINS - 1)
+        size = len(confidences)
+        self.squares += ((sum(confidences) - sum(correct)) / size - guess) ** 2
         self.labels += 1
         self.innovation += innovation
-        self.count[at] += 1
-        self.confidence[at] += confidence
-        self.correct[at] += int(correct)
+        if self.means is not None:
+            self.means = [self.means[0] + sum(confidences) / size, self.means[1] + sum(correct) / size]
+        for confidence, right in zip(confidences, correct, strict=True):
+            at = min(int(confidence * _BINS), _BINS - 1)
+            self.count[at] += 1
+            self.confidence[at] += confidence
+            self.correct[at] += int(right)
 
     @property
     def _gap(self) -> float:
-        return sum(self.confidence) - sum(self.correct)
+        claimed, right = (sum(self.confidence), sum(self.correct)) if self.means is None else self.means
+        return claimed - right
 
     def agreement(self, level: float) -> Agreement:
         n = self.labels
@@ -67,11 +82,12 @@ class Tally:
         gap = self._gap / n
         # The gap of one label is in [−1, 1], which is 2 wide; half of the error on each side.
         margin = stitched_boundary(self.squares, (1 - level) / 2, scale=2.0) / n
-        ece = sum(abs(a - b) for a, b in zip(self.confidence, self.correct, strict=True)) / n
+        decisions = sum(self.count)
+        ece = sum(abs(a - b) for a, b in zip(self.confidence, self.correct, strict=True)) / decisions
         return Agreement(
             labels=n,
-            confidence=sum(self.confidence) / n,
-            accuracy=sum(self.correct) / n,
+            confidence=sum(self.confidence) / decisions,
+            accuracy=sum(self.correct) / decisions,
             gap=gap,
             interval=(max(gap - margin, -1.0), min(gap + margin, 1.0)),
             level=level,
@@ -87,6 +103,7 @@ class Tally:
             "count": [*self.count],
             "confidence": [*self.confidence],
             "correct": [*self.correct],
+            **({} if self.means is None else {"means": [*self.means]}),
         }
 
     @staticmethod
@@ -97,9 +114,11 @@ class Tally:
         )
         confidence = stored_numbers(state["confidence"], _BINS)
         labels = stored_whole(state["labels"])
-        if labels != sum(count) or any(right > all_ for right, all_ in zip(correct, count, strict=True)):
+        means = stored_numbers(state["means"], 2) if "means" in state else None
+        fits = labels == sum(count) if means is None else labels <= sum(count)
+        if not fits or any(right > all_ for right, all_ in zip(correct, count, strict=True)):
             raise ValueError(f"{labels} labels, which do not match its bins")
-        return Tally(labels, innovation, squares, count, confidence, correct)
+        return Tally(labels, innovation, squares, count, confidence, correct, means)
 
 
 def stitched_boundary(variance: float, alpha: float, scale: float) -> float:

@@ -19,6 +19,10 @@ says how much of that covariance is due to the parameters. It matters between la
 because all inputs share the parameters. Hence the mean of d over many labels does not tend to 0 even for a correct
 posterior, but to a number with a standard deviation of at most the mean of √P^f_ŷŷ (by Cauchy–Schwarz), and that is
 the default of δ.
+
+**Several labels** (`outputs="labels"`). The scores of inputs are sums over their labels, and "classes" is the most
+probable label of an input, if one is more likely true than not. Labels of one input may depend on each other in any
+way, so an input is one bet: d is the mean over its labels that are given, and ν that of theirs, each as of two classes.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.checks import stored_whole, whole_number
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import checked_labels
+from errbar._model.outputs import require_outputs
 from errbar._monitor.label_statistics import Agreement, Tally
 from errbar._monitor.martingales import (
     GAP_BETS,
@@ -111,6 +115,7 @@ class Monitor:
             tolerance=tolerance,
             label_noise=label_noise,
             seed=require_seed(seed),
+            outputs=scores.outputs,
         )
         self._drawn = 0
         self._pending = PendingLabels(limit)
@@ -147,21 +152,26 @@ class Monitor:
 
         Labels are processed in the order in which they arrive, those of one call in the order of their inputs. Ids
         without a pending prediction (dropped, already labelled, or never observed) are counted in `unmatched`.
+        Of several labels they are (B, L), 0, 1 and −1 for a missing one; an input without any says nothing.
         """
         names, settings = identifiers(ids), self._settings
-        truth = checked_labels(labels, size=len(names), classes=settings.classes, device=torch.device("cpu"))
+        truth = settings.kind.labels_of(labels, size=len(names), columns=settings.classes, device=torch.device("cpu"))
         alarms: list[Alarm] = []
         for number, pmf, y in self._pending.take(names, truth.tolist()):
-            confidence, correct = float(pmf.max()), int(pmf.argmax()) == y
-            innovation = innovation_squared(pmf, y, settings.label_noise)
-            self._tally.add(confidence, correct, innovation / (settings.classes - 1))
+            decided = _decided(pmf, y, settings)
+            if not decided:
+                continue
+            confidence, correct, innovation = zip(*decided, strict=True)
+            # Of a class, M − 1; of labels each is one of two classes.
+            excess, ways = float(np.mean(innovation)), settings.classes if settings.kind.has_gauge else 2
+            self._tally.add(confidence, correct, excess / (ways - 1))
             for test, evidence in self._labelled.items():
                 if test in self._alarms:
                     continue
                 if test == "innovation":
-                    factors = innovation_factors(innovation, settings.classes)
+                    factors = innovation_factors(excess, ways)
                 else:
-                    gap = confidence - correct
+                    gap = (sum(confidence) - sum(correct)) / len(decided)
                     factors = gap_factors(gap if test == "overconfidence" else -gap, settings.tolerance)
                 evidence.bet(factors, number)
                 alarms += self._judge(test, evidence, number)
@@ -283,6 +293,8 @@ class Monitor:
             for test in self._names(LABEL_TESTS)
         }
         self._tally = Tally.from_state(contents["tally"])
+        if (self._tally.means is None) != self._settings.kind.has_gauge:
+            raise ValueError(f"sums of labels that do not match outputs={self._settings.outputs!r}")
         self._pending = PendingLabels.from_state(contents["waiting"], self._settings.classes)
 
     # ------------------------------------------------------------------------------------------------- details
@@ -295,7 +307,10 @@ class Monitor:
         return [name for name in self._settings.tests if name in group]
 
     def _cells_of(self, test: str) -> int:
-        return self._settings.classes if test == "classes" else SCORE_CELLS
+        if test != "classes":
+            return SCORE_CELLS
+        # Of several labels there may be none.
+        return self._settings.classes + (not self._settings.kind.has_gauge)
 
     def _refer_to(self, reference: Scores) -> None:
         self._ranks = {
@@ -305,7 +320,7 @@ class Monitor:
     def _begin(self) -> None:
         self._inputs = 0
         self._alarms = {}
-        self._tally = Tally()
+        self._tally = Tally(means=None if self._settings.kind.has_gauge else [0.0, 0.0])
         self._ranks = {test: RankTest.begin(ranks.reference) for test, ranks in self._ranks.items()}
         self._labelled = {test: Evidence.of(_LABEL_BETS[test]) for test in self._names(LABEL_TESTS)}
 
@@ -338,17 +353,35 @@ class Monitor:
             reference = self._ranks[test].reference
             stream = self._ranks[test].counts - reference
             excess = stream / stream.sum() - reference / reference.sum()
-            return f"more of class {int(excess.argmax())}"
+            most = int(excess.argmax())
+            if self._settings.kind.has_gauge:
+                return f"more of class {most}"
+            return f"more of label {most - 1}" if most else "more without a label"
         return RANK_SIDES[winner] if test in INPUT_TESTS else _LABEL_SIDES[test]
 
     def _checked(self, prediction: Prediction | Scores, what: str = "The prediction") -> Scores:
         scores = Scores.of(prediction, what)
-        if scores.classes != self._settings.classes:
+        if (scores.outputs, scores.classes) != (self._settings.outputs, self._settings.classes):
+            own, noun = require_outputs(scores.outputs).noun, self._settings.kind.noun
             raise MismatchError(
-                f"{what} has {scores.classes} classes and the monitor's reference has {self._settings.classes}; "
+                f"{what} has {scores.classes} {own} and the monitor's reference has {self._settings.classes} {noun}; "
                 "expected predictions of one posterior."
             )
         return scores
+
+
+def _decided(
+    pmf: Float[np.ndarray, "M"], label: int | list[int], settings: MonitorSettings
+) -> list[tuple[float, bool, float]]:
+    """Confidence, whether it was right, and ν: of a class, or of each label that is given."""
+    if isinstance(label, int):
+        innovation = innovation_squared(pmf, label, settings.label_noise)
+        return [(float(pmf.max()), int(pmf.argmax()) == label, innovation)]
+    return [
+        (max(f, 1 - f), (f > 0.5) == (y == 1), innovation_squared(np.array([1 - f, f]), y, settings.label_noise))
+        for f, y in zip(pmf.tolist(), label, strict=True)
+        if y >= 0
+    ]
 
 
 def _cells(scores: Scores, test: str) -> Int[np.ndarray, "B"]:

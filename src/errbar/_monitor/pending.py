@@ -17,11 +17,11 @@ Identifier = int | str
 
 
 class LabelledPrediction(NamedTuple):
-    """A prediction whose label has come: the number of its input, its PMF and the label."""
+    """A prediction whose label has come: the number of its input, its PMF and the label, or all of its labels."""
 
     number: int
     pmf: NDArray[np.float64]
-    label: int
+    label: int | list[int]
 
 
 @dataclass
@@ -49,7 +49,7 @@ class PendingLabels:
             del self.entries[next(iter(self.entries))]
             self.dropped += 1
 
-    def take(self, names: Sequence[Identifier], labels: Sequence[int]) -> list[LabelledPrediction]:
+    def take(self, names: Sequence[Identifier], labels: Sequence[int | list[int]]) -> list[LabelledPrediction]:
         """Remove and return those of `names` that are pending, in the order in which they were observed."""
         pairs = zip(names, labels, strict=True)
         matches = [LabelledPrediction(*self.entries.pop(name), label) for name, label in pairs if name in self.entries]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from errbar._distributions.sampling import require_seed
+from errbar._model.outputs import CLASSES, OutputKind, require_outputs
 from errbar.errors import ArgumentError
 
 INPUT_TESTS = ("mutual_information", "entropy", "classes")
@@ -24,6 +25,11 @@ class MonitorSettings:
     tolerance: float
     label_noise: float
     seed: int
+    outputs: str = CLASSES.name
+
+    @property
+    def kind(self) -> OutputKind:
+        return require_outputs(self.outputs)
 
     def __post_init__(self) -> None:
         require_between("rate", self.rate, 0, 1)
@@ -36,8 +42,11 @@ class MonitorSettings:
         is_number = isinstance(self.tolerance, (int, float)) and not isinstance(self.tolerance, bool)
         if not is_number or not 0 <= self.tolerance < 1:
             raise ArgumentError(f"tolerance is {self.tolerance!r}; expected a number from 0 to less than 1.")
-        if not 2 <= self.classes <= _MOST_CLASSES:
-            raise ArgumentError(f"There are {self.classes} classes; expected two or more, at most {_MOST_CLASSES}.")
+        if not 1 + self.kind.has_gauge <= self.classes <= _MOST_CLASSES:
+            least = "two" if self.kind.has_gauge else "one"
+            raise ArgumentError(
+                f"There are {self.classes} {self.kind.noun}; expected {least} or more, at most {_MOST_CLASSES}."
+            )
         require_seed(self.seed)
         for name in ("rate", "tolerance", "label_noise"):
             object.__setattr__(self, name, float(getattr(self, name)))

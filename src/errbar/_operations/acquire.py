@@ -52,7 +52,9 @@ def acquire(
             ½ ln det(I + Λ^½ J P Jᵀ Λ^½), with P conditioned on those chosen before (`_operations.conditioned`), so that
             a choice is not k copies of one doubt; without T, T_c and c. The others look at each input by itself:
             "mutual_information" of its label and the parameters (BALD), "entropy" of its PMF, "margin", the least
-            difference between its two largest probabilities; or "random".
+            difference between its two largest probabilities; or "random". Of several labels (`outputs="labels"`)
+            all are bought together: the mutual information and the entropy are sums over the labels, and the margin
+            is that of the label that is nearest to one half.
         samples: Monte Carlo draws of a prediction; as in `outlier_scores` fewer with more than 100 classes.
         seed: of those draws, or of the random choice.
         unpack: as in `Posterior.predict`.
@@ -63,6 +65,7 @@ def acquire(
     bounds, and few are computed again.
     """
     require_posterior(posterior)
+    posterior.information.task.require_inputs("acquire")
     require_option("by", by, RULES)
     count = whole_number(k)
     if count is None or count < 1:
@@ -110,10 +113,12 @@ def _unlabelled(batch: Batch) -> Batch:
 
 def _scores(prediction: Prediction, by: str) -> Float[Tensor, "B"]:
     """Higher is more worth a label."""
-    if by == "mutual_information":
-        return prediction.mutual_information
-    if by == "entropy":
-        return prediction.entropy
+    has_gauge = prediction.sampler.kind.has_gauge
+    if by in ("mutual_information", "entropy"):
+        doubt: Tensor = getattr(prediction, by)
+        return doubt if has_gauge else doubt.sum(1)
+    if not has_gauge:
+        return -(2 * prediction.pmf - 1).abs().amin(1)
     first, second = prediction.pmf.topk(2, dim=1).values.unbind(1)
     return second - first
 

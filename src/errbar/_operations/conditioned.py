@@ -20,7 +20,7 @@ from errbar._base import linalg
 from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._base.memory import require_memory
-from errbar._curvature.fisher import Fisher, LogitWeights
+from errbar._curvature.fisher import Fisher, RootedWeights, fisher_form, logit_weights
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
 from errbar._derivative.layers import LinearLayer, SharedTerm, Spans, gathered
@@ -51,7 +51,7 @@ class Conditioned:
         self.posterior, self.task = posterior, posterior.information.task
         self.device = self.task.network.device
         # What was drawn for the fit is known only on average, and that is Λ itself.
-        self.fisher: Fisher = "eta" if self.task.fisher == "eta" else "ggn"
+        self.fisher: Fisher = fisher_form(self.task.kind, "eta" if self.task.fisher == "eta" else "ggn")
         columns = self.task.n_classes - (self.fisher == "ggn")
         n = self.task.selection.n_parameters
         require_memory(
@@ -108,7 +108,7 @@ class Conditioned:
     def _gains(self, batch: Batch, checks: Checks) -> Float[Tensor, "b"]:
         mean, covariance, pushed = self._moments(batch)
         require_finite_logits(mean, checks)
-        root = LogitWeights(mean, self.fisher).thin_root()
+        root = self._weights(mean).thin_root()
         half = root.mT @ pushed.double()
         inner = root.mT @ covariance.double() @ root - half @ half.mT
         values, _ = linalg.eigenvectors(inner, name="The covariances of the logits")
@@ -148,7 +148,11 @@ class Conditioned:
             ((mean, derivative),) = structure.derivatives(part, batch, self._seeds(part.structure))
             spans.put_(whole, derivative.to(part.dtype).jacobian()[0].double())
         assert mean is not None
-        return LogitWeights(mean, self.fisher).thin_root()[0].mT @ whole
+        return self._weights(mean).thin_root()[0].mT @ whole
+
+    def _weights(self, logits: Float[Tensor, "b M"]) -> RootedWeights:
+        """Λ of what a label would be: nothing is missing."""
+        return logit_weights(self.task.kind, self.fisher, logits, None)
 
     def _seeds(self, structure: str) -> _EveryClass | None:
         return _EveryClass(self.task.n_classes) if structure == "lowrank" else None

@@ -517,7 +517,7 @@ class Posterior:
         )
 
         checked_path(path)
-        self.information.task.require_classes("export")
+        self.information.task.require_inputs("export")
         prediction = self.predict(example, samples, seed, draws=draws)
         thresholds = checked_thresholds(risk, prediction)
         require_level(level)
@@ -530,6 +530,7 @@ class Posterior:
             thresholds,
             names,
             level,
+            self.label_factors,
         )
         batch = self.prepared(example)
         # The batch size is free in the file, so the file must be right for one row as well as for several.

@@ -70,24 +70,8 @@ def evaluate(
             return pictures, loaded, source, second
 
         pictures, loaded, source, second = here.together(prepared)
-        if isinstance(loaded.classifier, errbar.Posterior) and loaded.classifier.information.outputs != "classes":
-            if report is not None:
-                raise ArgumentError(
-                    "--report is for one of several classes, and this posterior was fitted with outputs="
-                    f"'{loaded.classifier.information.outputs}'; expected errbar evaluate without --report."
-                )
-            notice_if_uncalibrated(here, loaded.classifier)
-            if loaded.classifier.information.outputs == "positions":
-                evaluate_positions(here, loaded.classifier, source, samples, bins, seed)
-                return
-            evaluate_labels(here, loaded.classifier, loaded.classes, source, samples, bins, seed)
-            return
-        if report is None:
-            scores = _scored(here, loaded.classifier, source, samples, bins, seed)
-            if scores is None:
-                return
-            inputs = sum(bin_.count for bin_ in scores[0].diagram)
-        else:
+        page = None
+        if report is not None:
             page = pages.assess(
                 loaded.classifier,
                 source.loader(),
@@ -105,6 +89,19 @@ def evaluate(
                 progress=here.progress,
             )
             pages.write(page, report)
+        if isinstance(loaded.classifier, errbar.Posterior) and loaded.classifier.information.outputs != "classes":
+            notice_if_uncalibrated(here, loaded.classifier)
+            if loaded.classifier.information.outputs == "positions":
+                evaluate_positions(here, loaded.classifier, source, samples, bins, seed, report)
+            else:
+                evaluate_labels(here, loaded.classifier, loaded.classes, source, samples, bins, seed, report)
+            return
+        if page is None:
+            scores = _scored(here, loaded.classifier, source, samples, bins, seed)
+            if scores is None:
+                return
+            inputs = sum(bin_.count for bin_ in scores[0].diagram)
+        else:
             scores, inputs = page.variants, page.inputs
         notice_if_uncalibrated(here, loaded.classifier)
         _answer(here, loaded, scores, inputs, bins, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def evaluate_labels(
     samples: int,
     bins: int,
     seed: int,
+    report: Path | None = None,
 ) -> None:
     """Measure what the network alone says, σ(g), and what the posterior says, and answer with tables."""
     if here.team.size > 1:
@@ -53,6 +55,9 @@ def evaluate_labels(
         table(f"{len(labels):,} inputs", headings, [(name, *row.values()) for name, row in scores.items()]),
         table("By label", ("", *each), [(title, *row) for title, row in _rows(each, titles)]),
     ]
+    if report is not None:
+        facts |= {"report": report, "bytes": report.stat().st_size}
+        parts.append(f"The page: {report}")
     here.answer(facts, Group(*parts))
 
 

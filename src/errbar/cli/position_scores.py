@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from rich.console import Group
+from rich.console import Group, RenderableType
 from torch import Tensor
 
 import errbar
@@ -47,7 +49,13 @@ class _Sums:
 
 
 def evaluate_positions(
-    here: Session, posterior: errbar.Posterior, source: Source, samples: int, bins: int, seed: int
+    here: Session,
+    posterior: errbar.Posterior,
+    source: Source,
+    samples: int,
+    bins: int,
+    seed: int,
+    report: Path | None = None,
 ) -> None:
     """Measure what the network alone says, and the posterior before and after calibration, and answer with a table."""
     if here.team.size > 1:
@@ -77,7 +85,17 @@ def evaluate_positions(
     if not positions:
         raise LabelError(f"No position of the data {source.where} has a label; expected some that are not ignored.")
     scores = {name: own.scores() for name, own in sums.items()}
-    facts = {"inputs": inputs, "positions": positions, **vars(posterior.calibration), "bins": bins, "scores": scores}
+    facts: dict[str, Any] = {
+        "inputs": inputs,
+        "positions": positions,
+        **vars(posterior.calibration),
+        "bins": bins,
+        "scores": scores,
+    }
     headings = ("", "accuracy", "NLL", "Brier", "ECE")
     rows = [(name, *own.values()) for name, own in scores.items()]
-    here.answer(facts, Group(table(f"{inputs:,} inputs, {positions:,} positions with a label", headings, rows)))
+    parts: list[RenderableType] = [table(f"{inputs:,} inputs, {positions:,} positions with a label", headings, rows)]
+    if report is not None:
+        facts |= {"report": report, "bytes": report.stat().st_size}
+        parts.append(f"The page: {report}")
+    here.answer(facts, Group(*parts))

@@ -1,4 +1,4 @@
-"""`errbar reproduce acquire-mnist`: accuracy against the number of labels, by each rule of `errbar.acquire`.
+"""`errbar reproduce acquire-mnist` and `acquire-cifar10`: accuracy by the number of labels, for each rule of `acquire`.
 
 Each run draws a pool from the training data and a few labels to begin with, the same for all rules. In each round a
 network is trained on the labels so far, from scratch and with the seed of the run; a posterior of its last layer
@@ -26,7 +26,7 @@ from errbar._base.progress import track
 from errbar._operations.acquire import RULES
 from errbar.errors import ArgumentError
 from errbar.experiments.evaluation import paired
-from errbar.experiments.networks import paper_network
+from errbar.experiments.networks import paper_network, small_convolutional_network
 from errbar.experiments.problem import Problem, Samples
 from errbar.experiments.problems import build
 from errbar.experiments.runs import Parts, RunOptions, assembled, described, kept_run
@@ -41,7 +41,8 @@ class Campaign:
     """How labels are bought: so many inputs in the pool, labels to begin with, labels in each round, rounds; and how a
     network is trained on them: in so many steps, with weight decay.
 
-    `small` takes a network of three layers in place of that of the problem.
+    `small` takes a network of three layers in place of that of the problem, or for pictures in colour one of three
+    small convolutions and two layers: there are hundreds of trainings.
     """
 
     pool: int
@@ -59,10 +60,10 @@ class Campaign:
 
 CAMPAIGNS = {
     "mnist": Campaign(pool=3000, first=20, each=20, rounds=20, steps=150, small=True),
-    "cifar10": Campaign(pool=5000, first=100, each=100, rounds=20, steps=1000),
+    "cifar10": Campaign(pool=5000, first=100, each=100, rounds=20, steps=200, small=True),
     "digits": Campaign(pool=900, first=10, each=10, rounds=20, steps=200),
 }
-_QUICK = Campaign(pool=200, first=10, each=5, rounds=3, steps=5, samples=50)
+_QUICK = Campaign(pool=200, first=10, each=5, rounds=3, steps=5, samples=50, small=True)
 NAMES = tuple(f"{_PREFIX}{name}" for name in CAMPAIGNS)
 
 
@@ -136,9 +137,7 @@ def chosen_next(
 
 def _trained(problem: Problem, campaign: Campaign, labelled: Samples, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        inputs = problem.train.x[0].numel()
-        small = nn.Sequential(nn.Flatten(), *paper_network(inputs, hidden=(), classes=len(problem.class_names)))
-        template = (small if campaign.small else problem.network(0.0)).to(problem.device)
+        template = (_small_network(problem) if campaign.small else problem.network(0.0)).to(problem.device)
     return train(
         template,
         labelled.x,
@@ -149,6 +148,13 @@ def _trained(problem: Problem, campaign: Campaign, labelled: Samples, seed: int)
         batch_size=campaign.batch_size,
         seed=seed,
     )
+
+
+def _small_network(problem: Problem) -> nn.Module:
+    one, classes = problem.train.x[0], len(problem.class_names)
+    if one.ndim == 3 and len(one) == 3:
+        return small_convolutional_network(classes)
+    return nn.Sequential(nn.Flatten(), *paper_network(one.numel(), hidden=(), classes=classes))
 
 
 def mean_pmf(model: nn.Module, samples: Samples) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -12,11 +12,13 @@ import torch
 from errbar._base.progress import track
 from errbar._curvature.mixture import described_structure
 from errbar._files.choice_table import ChoiceTable
-from errbar._model.batch import Unpack, batches, count_batches
+from errbar._model.batch import Batch, Unpack, batches, count_batches
+from errbar._model.outputs import CLASSES
 from errbar._operations.fused import FusedClassifier
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, ErrbarError
 from errbar.report import checking, scoring
+from errbar.report.decided import decided, label_rows, scores_of
 from errbar.report.examples import examples
 from errbar.report.numbers import count
 from errbar.report.observing import (
@@ -25,7 +27,6 @@ from errbar.report.observing import (
     Doubts,
     Fingerprint,
     Leaders,
-    Observation,
     Spread,
     draws_of,
     gaussian_and_label,
@@ -64,7 +65,8 @@ def assess(
 
     Args:
         posterior: with its T, T_c and c; the report compares it with none of them, and with the network alone. Or a
-            `FusedClassifier`, whose network alone is the fused mean of the logits; T_c of the page is then its q.
+            `FusedClassifier`, whose network alone is the fused mean of the logits; T_c of the page is then its q. Of
+            several labels and of positions every one that is given counts, of positions at most 100,000.
         data: held-out batches with labels, used neither for the fit nor for the calibration.
         outliers: batches of inputs that do not belong with `data`, to see how well they can be told apart.
         classes: names of the classes.
@@ -82,8 +84,18 @@ def assess(
         progress: show a progress bar.
     """
     if not isinstance(posterior, FusedClassifier):
-        require_posterior(posterior, "The report")
+        require_posterior(posterior)
     size = _first(posterior).information.n_classes
+    if isinstance(posterior, Posterior) and posterior.information.outputs != CLASSES.name:
+        unpack = unpack or posterior.unpack
+        given, elsewhere = (
+            None if one is None else track(batches(one, unpack), title, total=count_batches(one), enabled=progress)
+            for one, title in ((data, "Predicting"), (outliers, "Second set"))
+        )
+        assert given is not None
+        return _of_decisions(
+            posterior, given, elsewhere, _names(classes, size), bins, samples, seed, outliers_name, subject, provenance
+        )
     samples = draws_of(posterior, samples)
     names = _names(classes, size)
     doubts, fingerprint = Doubts(), Fingerprint()
@@ -130,8 +142,58 @@ def assess(
         outliers=comparison,
         linearisation=check,
         missing=tuple(missing),
-        provenance=(*provenance, *_facts(posterior, observation, fingerprint, samples, seed)),
+        provenance=(*provenance, *_facts(posterior, len(observation.labels), fingerprint, samples, seed)),
         choice=choice,
+    )
+
+
+def _of_decisions(
+    posterior: Posterior,
+    stream: Iterable[Batch],
+    outliers: Iterable[Batch] | None,
+    names: list[str],
+    bins: int,
+    samples: int,
+    seed: int,
+    outliers_name: str,
+    subject: str,
+    provenance: Sequence[Facts],
+) -> Report:
+    """The same of several labels or of positions, whose decisions take the place of inputs."""
+    fingerprint, is_of_labels = Fingerprint(), posterior.information.task.positions is None
+    found = decided(posterior, stream, samples, seed, fingerprint)
+    comparison = None
+    if outliers is not None:
+        others = scores_of(posterior, outliers, samples, seed)
+        comparison = checking.compare_outliers(outliers_name, found.scores, others)
+    observation = found.observation
+    variants = scoring.variants(observation, bins, seed)
+    effect = scoring.scale_effect(observation, found.logits, found.std, seed)
+    noun = "labels" if is_of_labels else "positions"
+    decisions = f"{count(len(observation.labels))} {noun} of {count(found.inputs)} inputs"
+    class_rows = () if is_of_labels else scoring.class_rows(observation.final, observation.labels, found.std, names)
+    return Report(
+        subject=subject or f"{count(len(names))} {'labels' if is_of_labels else 'classes'}, {decisions}",
+        inputs=found.inputs,
+        classes=len(names),
+        **vars(posterior.calibration),
+        verdict=verdict(found.inputs, variants, effect, posterior.calibration, None, comparison, decisions),
+        variants=variants,
+        effect=effect,
+        curves=None,
+        class_rows=class_rows,
+        uncertain=(),
+        wrong=(),
+        outliers=comparison,
+        linearisation=None,
+        missing=(
+            f"The curves over T and T_c are made for one of several classes, not for {noun}.",
+            f"The linearisation is checked for one of several classes, not for {noun}; predict_by_parameters draws "
+            "whole networks.",
+        ),
+        provenance=(*provenance, *_facts(posterior, found.inputs, fingerprint, samples, seed)),
+        decisions=decisions,
+        label_rows=label_rows(found, names, bins) if is_of_labels else (),
     )
 
 
@@ -179,14 +241,12 @@ def _linearisation(
         return None
 
 
-def _facts(
-    posterior: Classifier, observation: Observation, fingerprint: Fingerprint, samples: int, seed: int
-) -> list[Facts]:
+def _facts(posterior: Classifier, inputs: int, fingerprint: Fingerprint, samples: int, seed: int) -> list[Facts]:
     """How the report was made, and from what; nothing about the person, nor about the machine except its kind."""
     shape = "×".join(map(str, fingerprint.shape or ()))
     fits = [Facts("Posterior", _fit_facts(posterior))] if isinstance(posterior, Posterior) else _fusion_facts(posterior)
     data = (
-        ("inputs", f"{count(len(observation.labels))} of shape {shape or 'one number'}"),
+        ("inputs", f"{count(inputs)} of shape {shape or 'one number'}"),
         ("inputs and labels (SHA-256)", fingerprint.digest()),
         ("Monte Carlo", f"{samples} draws per input, seed {seed}"),
     )
@@ -212,8 +272,17 @@ def _fit_facts(posterior: Posterior) -> tuple[tuple[str, str], ...]:
         ("structure, Fisher information", f"{described_structure(information.structure)}, {information.fisher}"),
         ("prior precision", "one per parameter" if isinstance(precision, torch.Tensor) else str(precision)),
         ("T, T_c, c", ", ".join(f"{number:.6g}" for number in vars(posterior.calibration).values())),
+        *_label_facts(posterior),
         ("weights (SHA-256)", information.network.fingerprint),
     )
+
+
+def _label_facts(posterior: Posterior) -> list[tuple[str, str]]:
+    """T and T_c of each of several labels, where they have been fitted by label."""
+    if posterior.label_factors is None:
+        return []
+    columns = {"T of each label": posterior.label_temperatures, "T_c of each label": posterior.label_covariance_scales}
+    return [(name, ", ".join(f"{number:.4g}" for number in numbers)) for name, numbers in columns.items()]
 
 
 def _fusion_facts(fused: FusedClassifier) -> list[Facts]:

@@ -70,10 +70,14 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """PMFs of each variant (`NETWORK`, `BEFORE` and, where it is calibrated, `AFTER`), and the labels."""
+    """PMFs of each variant (`NETWORK`, `BEFORE` and, where it is calibrated, `AFTER`), and the labels.
+
+    Where an input has several decisions, these are of each of them, and `inputs` says of which input it is.
+    """
 
     pmfs: dict[str, Float[Tensor, "N M"]]
     labels: Int[Tensor, "N"]
+    inputs: Int[Tensor, "N"] | None = None
 
     @property
     def final(self) -> Float[Tensor, "N M"]:
@@ -231,10 +235,13 @@ class Fingerprint:
         self.shape: tuple[int, ...] | None = None
 
     def see(self, observation: BatchObservation) -> None:
-        for value in observation.batch.tensors():
+        self.add(observation.batch, observation.labels)
+
+    def add(self, batch: Batch, labels: Tensor) -> None:
+        for value in batch.tensors():
             self._inputs.update(_bytes(value))
             self.shape = self.shape or tuple(value.shape[1:])
-        self._labels.update(_bytes(observation.labels))
+        self._labels.update(_bytes(labels))
 
     def digest(self) -> str:
         return hashlib.sha256(self._inputs.digest() + self._labels.digest()).hexdigest()

@@ -10,7 +10,7 @@ from errbar.plots import curves
 from errbar.report import charts
 from errbar.report.markup import Child, Markup, element
 from errbar.report.numbers import count, fixed, percent, significant
-from errbar.report.sections import choice_table, examples_section, provenance_section, scores_table
+from errbar.report.sections import choice_table, examples_section, labels_section, provenance_section, scores_table
 from errbar.report.values import Linearisation, Outliers, Report, ScaleCurves
 from errbar.report.wording import prose, table
 
@@ -66,7 +66,7 @@ def page(report: Report) -> str:
                 for anchor, title, inside in sections
             ),
         ),
-        element("footer", element("p", prose(_FOOT))),
+        element("footer", element("p", prose(_foot(report)))),
     )
     head = element(
         "head",
@@ -89,6 +89,20 @@ _FOOT = (
     "Brier: the mean squared distance between PMF and label. ECE: the mean gap between confidence and accuracy over "
     "bins of the confidence. AURC: the mean error rate over all coverages. Lower is better for the last four. "
     "The method: Malmström, Skog, Axehill and Gustafsson, arXiv 2303.07114."
+)
+
+
+def _foot(report: Report) -> str:
+    if not report.decisions:
+        return _FOOT
+    return _FOOT_OF_DECISIONS + _FOOT[_FOOT.index("They show") :]
+
+
+_FOOT_OF_DECISIONS = (
+    "Accuracy, NLL, Brier and ECE are over decisions: every label that is given, or every position that has one. "
+    "Intervals are 95\u202f% intervals: of AUROCs by DeLong’s formula, of everything else by resampling the inputs "
+    "1000 times (basic bootstrap), each with all of its decisions, which depend on each other; the ECE has none for "
+    "that reason. "
 )
 
 
@@ -118,8 +132,10 @@ def _sections(report: Report) -> list[tuple[str, str, Child] | None]:
         ("coverage", "What abstaining would gain", _coverage(report)),
         None if report.choice is None else ("choice", "What was tried", choice_table(report.choice)),
         ("scales", "Temperature and covariance scale", _scales(report.curves, report)),
-        ("classes", "Class by class", _classes(report)),
-        ("inputs", "Inputs to look at", examples_section(report)),
+        ("labels", "Label by label", labels_section(report))
+        if report.label_rows
+        else ("classes", "Class by class", _classes(report)),
+        None if report.decisions else ("inputs", "Inputs to look at", examples_section(report)),
         None if report.outliers is None else ("outliers", "Inputs from elsewhere", _outliers(report.outliers)),
         ("linearisation", "Is the linearisation good enough?", _linearisation(report.linearisation, report)),
         ("provenance", "Provenance", provenance_section(report)),
@@ -247,9 +263,10 @@ def _classes(report: Report) -> list[Child]:
         worst = sorted(rows, key=lambda row: (row.recall != row.recall, row.recall))[:_CLASS_ROWS]
         rows = sorted(worst, key=lambda row: row.number)
         note = f" Shown are the {_CLASS_ROWS} of {count(len(report.class_rows))} classes with the lowest recall."
+    noun = "positions" if report.decisions else "inputs"
     headings = (
         "class",
-        "inputs",
+        noun,
         "recall",
         "predicted",
         "precision",
@@ -273,9 +290,9 @@ def _classes(report: Report) -> list[Child]:
         for row in rows
     ]
     caption = (
-        f"{report.variants[-1].name.capitalize()}. Recall: the share of the inputs of a class that are predicted as "
+        f"{report.variants[-1].name.capitalize()}. Recall: the share of the {noun} of a class that are predicted as "
         "it. Precision, confidence, their difference and the standard deviation of the confidence are over the "
-        f"inputs predicted as it. All in per cent.{note}"
+        f"{noun} predicted as it. All in per cent.{note}"
     )
     return [table("classes-caption", caption, headings, body, words=(8,))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
@@ -17,25 +17,50 @@ RESAMPLES = 1000
 _Z = 1.959964
 
 
-def means(values: Float[Tensor, "N k"], seed: int) -> list[Estimate]:
+def means(values: Float[Tensor, "N k"], seed: int, inputs: Int[Tensor, "N"] | None = None) -> list[Estimate]:
     """The mean of each column with the basic bootstrap interval [2 mean − q₉₇.₅, 2 mean − q₂.₅].
 
-    All columns are resampled together, so that differences between them are paired.
+    All columns are resampled together, so that differences between them are paired. With `inputs`, which say of which
+    input a row is, these are resampled, with all of their rows.
     """
+    if inputs is not None:
+        return shares(values, torch.ones_like(values), inputs, seed)
     count, columns = values.shape
     generator = torch.Generator().manual_seed(seed)
     resamples = torch.empty(RESAMPLES, columns, dtype=torch.float64)
     # One resample at a time: all at once would be a thousand times the inputs.
     for resample in range(RESAMPLES):
         resamples[resample] = values[torch.randint(count, (count,), generator=generator)].mean(0)
-    middle = values.mean(0)
+    return _basic(values.mean(0), resamples)
+
+
+def shares(
+    values: Float[Tensor, "N k"], counts: Float[Tensor, "N k"], inputs: Int[Tensor, "N"], seed: int
+) -> list[Estimate]:
+    """Σ values/Σ counts of each column, with the interval by resampling inputs; NaN where there are no counts."""
+    numbers, place = inputs.unique(return_inverse=True)
+    sums = torch.zeros(2, len(numbers), values.shape[1], dtype=torch.float64)
+    sums[0].index_add_(0, place, values.double())
+    sums[1].index_add_(0, place, counts.double())
+    generator = torch.Generator().manual_seed(seed)
+    resamples = torch.empty(RESAMPLES, values.shape[1], dtype=torch.float64)
+    for resample in range(RESAMPLES):
+        total = sums[:, torch.randint(len(numbers), (len(numbers),), generator=generator)].sum(1)
+        resamples[resample] = total[0] / total[1]
+    whole = sums.sum(1)
+    return _basic(whole[0] / whole[1], resamples)
+
+
+def _basic(middle: Float[Tensor, "k"], resamples: Float[Tensor, "R k"]) -> list[Estimate]:
     estimates = []
-    for column in range(columns):
-        value = float(middle[column])
-        if not math.isfinite(value):
+    for column, value in enumerate(middle.tolist()):
+        drawn = resamples[:, column]
+        # Of few inputs with such decisions a resample may have none.
+        drawn = drawn[~drawn.isnan()]
+        if not math.isfinite(value) or not len(drawn):
             estimates.append(Estimate(value, math.nan, math.nan))
             continue
-        low, high = quantiles(resamples[:, column], (0.025, 0.975)).tolist()
+        low, high = quantiles(drawn, (0.025, 0.975)).tolist()
         estimates.append(Estimate(value, 2 * value - high, 2 * value - low))
     return estimates
 

@@ -14,7 +14,7 @@ from errbar import metrics
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar.report.observing import AFTER, BEFORE, NETWORK, Observation
-from errbar.report.resampling import means, share
+from errbar.report.resampling import means, share, shares
 from errbar.report.values import Bin, ClassRow, Curve, Estimate, Histogram, ScaleCurves, ScaleEffect, Variant
 
 NAMES = {
@@ -37,30 +37,31 @@ def variants(observation: Observation, bins: int, seed: int) -> tuple[Variant, .
     names = dict(NAMES)
     if AFTER not in observation.pmfs:
         names[BEFORE] = "with error bars"
-    return tuple(
-        _variant(key, names[key], pmf, observation.labels, bins, seed) for key, pmf in observation.pmfs.items()
-    )
+    return tuple(_variant(key, names[key], pmf, observation, bins, seed) for key, pmf in observation.pmfs.items())
 
 
-def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"], bins: int, seed: int) -> Variant:
+def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], observation: Observation, bins: int, seed: int) -> Variant:
+    labels, inputs = observation.labels, observation.inputs
     confidence, label = pmf.double().max(1)
     right = (label == labels).double()
     columns = [confidence - right, -of_label(pmf, labels).log(), squared_error(pmf, labels)]
-    gap, *scores = means(torch.stack(columns, 1), seed)
+    gap, *scores = means(torch.stack(columns, 1), seed, inputs)
     # Neither score can be negative, though with few inputs the interval of a mean can.
     nll, brier = (replace(one, low=max(one.low, 0.0)) for one in scores)
-    low, high = metrics.ece_interval(pmf, labels, bins, seed=seed)
+    # The interval of the ECE is that of bins of independent inputs.
+    low, high = (math.nan, math.nan) if inputs is not None else metrics.ece_interval(pmf, labels, bins, seed=seed)
+    reliability = metrics.reliability(pmf, labels, bins)
     return Variant(
         key=key,
         name=name,
         confidence=float(confidence.mean()),
-        accuracy=share(float(right.sum()), len(right)),
+        accuracy=share(float(right.sum()), len(right)) if inputs is None else means(right[:, None], seed, inputs)[0],
         gap=gap,
         nll=nll,
         brier=brier,
         ece=Estimate(metrics.ece(pmf, labels, bins), low, high),
         aurc=metrics.aurc(pmf, labels),
-        diagram=_diagram(metrics.reliability(pmf, labels, bins)),
+        diagram=_diagram(reliability, _of_bins(reliability, confidence, right, inputs, seed)),
         histogram=_histogram(confidence, right),
         risk_coverage=_curve(metrics.risk_coverage(pmf, labels, _CURVE_POINTS)),
     )
@@ -77,11 +78,29 @@ def squared_error(pmf: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> Float[
     return probability.square().sum(1) - 2 * of_label(pmf, labels) + 1
 
 
-def _diagram(values: metrics.Reliability) -> tuple[Bin, ...]:
+def _of_bins(
+    values: metrics.Reliability,
+    confidence: Float[Tensor, "N"],
+    right: Float[Tensor, "N"],
+    inputs: Int[Tensor, "N"] | None,
+    seed: int,
+) -> list[Estimate]:
+    """The accuracy of each bin with its interval."""
+    counts, accuracies = [int(count) for count in values.count], values.accuracy.tolist()
+    if inputs is None:
+        pairs = zip(counts, accuracies, strict=True)
+        return [share(accuracy * count if count else 0, count) for count, accuracy in pairs]
+    index = (torch.bucketize(confidence, values.edges, right=True) - 1).clamp(0, len(counts) - 1)
+    inside = torch.nn.functional.one_hot(index, len(counts)).double()
+    found = shares(inside * right[:, None], inside, inputs, seed)
+    return [Estimate(one.value, max(0.0, one.low), min(1.0, one.high)) for one in found]
+
+
+def _diagram(values: metrics.Reliability, accuracies: Sequence[Estimate]) -> tuple[Bin, ...]:
     edges, counts = values.edges.tolist(), [int(count) for count in values.count]
-    accuracies, confidences = values.accuracy.tolist(), values.confidence.tolist()
+    confidences = values.confidence.tolist()
     return tuple(
-        Bin(low, high, count, share(accuracy * count if count else 0, count), confidence)
+        Bin(low, high, count, accuracy, confidence)
         for low, high, count, accuracy, confidence in zip(
             edges[:-1], edges[1:], counts, accuracies, confidences, strict=True
         )
@@ -140,7 +159,7 @@ def scale_effect(
     T = best_temperature(logits, labels)
     plain = torch.log_softmax(logits.double() / T, 1).gather(1, labels[:, None])[:, 0]
     gain = of_label(observation.final, labels).log() - plain
-    return ScaleEffect(T, means(gain[:, None], seed)[0], float(std.mean()))
+    return ScaleEffect(T, means(gain[:, None], seed, observation.inputs)[0], float(std.mean()))
 
 
 def best_temperature(logits: Float[Tensor, "N M"], labels: Int[Tensor, "N"]) -> float:

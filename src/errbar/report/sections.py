@@ -25,8 +25,9 @@ def scores_table(report: Report) -> list[Child]:
         ("AURC", [fixed(one.aurc, 4) for one in variants]),
     ]
     rows = [(one.name, *(cells[place] for _, cells in columns)) for place, one in enumerate(variants)]
+    what = report.decisions or f"{count(report.inputs)} inputs of {count(report.classes)} classes"
     caption = (
-        f"{count(report.inputs)} inputs of {count(report.classes)} classes; 95\u202f% intervals below. Claimed minus "
+        f"{what}; 95\u202f% intervals below{', by resampling inputs' if report.decisions else ''}. Claimed minus "
         "right is the mean confidence minus the accuracy, in percentage points: positive is over-confident."
     )
     return [table("scores-caption", caption, ("probabilities", *(title for title, _ in columns)), rows)]
@@ -61,6 +62,29 @@ def _cells(
         number = element("span", text, class_="best" if text == best else None)
         cells.append(Markup(number + element("small", span(one, digits, scale))))
     return cells
+
+
+def labels_section(report: Report) -> list[Child]:
+    """Several labels one by one."""
+    headings = ("label", "given", "true", "probability", "std", "NLL", "ECE", "AUROC", "average precision")
+    body = [
+        (
+            row.name,
+            count(row.given),
+            *(fixed(100 * value, 1) for value in (row.true, row.probability, row.std)),
+            fixed(row.nll, 4),
+            fixed(100 * row.ece, 1),
+            fixed(row.auroc, 3),
+            fixed(row.precision, 3),
+        )
+        for row in report.label_rows
+    ]
+    caption = (
+        f"{report.variants[-1].name.capitalize()}. True: the share of the inputs with this label for which it is true; "
+        "probability: the mean probability that it is, and its mean standard deviation. The ECE has bins of that "
+        "probability. True, probability, std and ECE in per cent."
+    )
+    return [table("labels-caption", caption, headings, body)]
 
 
 def examples_section(report: Report) -> list[Child]:

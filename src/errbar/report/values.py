@@ -109,6 +109,22 @@ class ClassRow:
 
 
 @dataclass(frozen=True)
+class LabelRow:
+    """One of several labels: in how many inputs it is given, the share of them for which it is `true`, the mean
+    `probability` that it is and its standard deviation, and its scores; `precision` is the average precision."""
+
+    name: str
+    given: int
+    true: float
+    probability: float
+    std: float
+    nll: float
+    ece: float
+    auroc: float
+    precision: float
+
+
+@dataclass(frozen=True)
 class Bar:
     """The probability of one class, with its 95 % interval."""
 
@@ -214,7 +230,8 @@ class Facts:
 @dataclass(frozen=True)
 class Report:
     """A whole report. `subject` says what it is about, `missing` which parts were omitted and why, `choice` what
-    `autofit` tried where it chose the posterior."""
+    `autofit` tried where it chose the posterior. `decisions` says what was decided, "870 labels of 300 inputs" say,
+    where an input has several decisions, and is empty otherwise; `label_rows` are those of several labels."""
 
     subject: str
     inputs: int
@@ -234,3 +251,5 @@ class Report:
     missing: tuple[str, ...]
     provenance: tuple[Facts, ...]
     choice: ChoiceTable | None = None
+    decisions: str = ""
+    label_rows: tuple[LabelRow, ...] = ()

@@ -29,10 +29,15 @@ def verdict(
     calibration: Calibration,
     linearisation: Linearisation | None,
     outliers: Outliers | None,
+    decisions: str = "",
 ) -> Verdict:
-    """What a reader in a hurry should know, of a posterior with this calibration."""
+    """What a reader in a hurry should know, of a posterior with this calibration; `decisions` as in `Report`."""
     network, final = variants[0], variants[-1]
-    sentences = [_of_network(network, inputs), _of_final(network, final), _of_scale(effect, calibration)]
+    sentences = [
+        _of_network(network, decisions or f"{count(inputs)} inputs"),
+        _of_final(network, final),
+        _of_scale(effect, calibration, "decision" if decisions else "input"),
+    ]
     if linearisation is not None:
         sentences.append(_of_linearisation(linearisation))
     if outliers is not None:
@@ -58,10 +63,10 @@ def headline(network: Variant, final: Variant) -> str:
     return f"{alone}; with error bars it is {after} by {size}."
 
 
-def _of_network(network: Variant, inputs: int) -> str:
+def _of_network(network: Variant, what: str) -> str:
     way = direction(network.gap)
     opening = (
-        f"Of {count(inputs)} inputs the network is right about {percent(network.accuracy.value)} and claims "
+        f"Of {what} the network is right about {percent(network.accuracy.value)} and claims "
         f"{percent(network.confidence)} on average: "
     )
     interval = f"95\u202f% interval {span(network.gap)}"
@@ -83,13 +88,19 @@ def _of_final(network: Variant, final: Variant) -> str:
     else:
         text += f"{way} by {points(abs(final.gap.value))} (claimed minus right: 95\u202f% interval {span(final.gap)}). "
     return text + (
-        f"The calibration error (ECE) goes from {percent(network.ece.value)} ({span(network.ece)}) to "
-        f"{percent(final.ece.value)} ({span(final.ece)}), the NLL from {fixed(network.nll.value, 4)} to "
+        f"The calibration error (ECE) goes from {_with_interval(network.ece)} to {_with_interval(final.ece)}, the NLL "
+        f"from {fixed(network.nll.value, 4)} to "
         f"{fixed(final.nll.value, 4)}."
     )
 
 
-def _of_scale(effect: ScaleEffect, calibration: Calibration) -> str:
+def _with_interval(estimate: Estimate) -> str:
+    """In per cent, with the interval if there is one."""
+    interval = f" ({span(estimate)})" if math.isfinite(estimate.low) else ""
+    return percent(estimate.value) + interval
+
+
+def _of_scale(effect: ScaleEffect, calibration: Calibration, noun: str = "input") -> str:
     """Whether the covariance does more than a temperature alone."""
     T, scale, softening = vars(calibration).values()
     softened = f", and the softening c is {significant(softening)}" if softening else ""
@@ -107,7 +118,7 @@ def _of_scale(effect: ScaleEffect, calibration: Calibration) -> str:
         f"plain temperature scaling (T_c = 0), even with its T ({significant(effect.temperature)}) chosen on these "
         "same data"
     )
-    size = f"{significant(abs(gain.value), 2)} nats per input (gain: 95\u202f% interval {span(gain, 4, 1.0)})"
+    size = f"{significant(abs(gain.value), 2)} nats per {noun} (gain: 95\u202f% interval {span(gain, 4, 1.0)})"
     if not math.isfinite(gain.value):
         return (
             about
