@@ -166,6 +166,43 @@ def test_padding_behind_a_mask_changes_no_key() -> None:
     assert len(set(short.tolist())) == 20
 
 
+class Sequences(nn.Module):
+    """The mean over the tokens that a mask keeps, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        weights = attention_mask[:, :, None].double()
+        logits: Tensor = self.head((torch.tanh(self.words(input_ids)) * weights).sum(1) / weights.sum(1))
+        return logits
+
+
+@pytest.mark.parametrize("size", [1, 4, 12])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_no_draw(side: str, size: int) -> None:
+    torch.manual_seed(0)
+    model = Sequences().double().eval()
+    sequences = [torch.randint(1, 30, (length,)) for length in (2, 5, 3, 7, 4, 4, 6, 2, 3, 5, 8, 3)]
+
+    def padded(some: list[Tensor]) -> dict[str, Tensor]:
+        lengths = [len(sequence) for sequence in some]
+        ids, mask = torch.full((2, len(some), max(lengths) + 1), 9).unbind()
+        mask.zero_()
+        for row, sequence in enumerate(some):
+            where = slice(-len(sequence), None) if side == "left" else slice(len(sequence))
+            ids[row, where], mask[row, where] = sequence, 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    alone = [{"input_ids": one[None], "attention_mask": torch.ones(1, len(one))} for one in sequences]
+    expected = errbar.collect(model, alone, parameters="all", fisher="sampled")
+    batches = [padded(sequences[start : start + size]) for start in range(0, 12, size)]
+    measured = errbar.collect(model, batches, parameters="all", fisher="sampled")
+    torch.testing.assert_close(measured.dense(), expected.dense(), rtol=1e-8, atol=1e-12)
+
+
 def test_uniform_numbers_are_uniform_and_differ_by_seed_and_draw() -> None:
     keys = sample_keys(Batch((torch.arange(20_000)[:, None],)))
     first = uniforms(keys, 0, 2)

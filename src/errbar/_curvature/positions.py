@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from errbar._base.counter import GAMMA, mixed, uniform
-from errbar._curvature.scores import ScoreDraws, mask_of, sample_keys
+from errbar._curvature.scores import ScoreDraws, mask_of, places_in, sample_keys
 from errbar._model.batch import Batch
 from errbar._model.positions import IGNORE_INDEX, HeadNetwork, masked_in, position_labels
 from errbar.errors import ArgumentError, LabelError
@@ -103,8 +103,11 @@ def scores_of_positions(scores: ScoreDraws | None, positions: Positions | None, 
 def position_keys(batch: Batch, leading: tuple[int, ...]) -> Int[Tensor, "B *S"]:
     """A 64-bit key for each position, from that of the input and the coordinates of the position."""
     keys = sample_keys(batch)
-    count = math.prod(leading[1:])
-    index = torch.arange(1, count + 1, device=keys.device)
+    mask = masked_in(batch, leading, mask_of(batch))
+    if mask is not None and mask.ndim == 2:
+        index = places_in(mask.to(keys.device))
+    else:
+        index = torch.arange(1, math.prod(leading[1:]) + 1, device=keys.device)
     return mixed(keys[:, None] + index * GAMMA).reshape(leading)
 
 

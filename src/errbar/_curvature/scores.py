@@ -111,7 +111,8 @@ def sample_keys(batch: Batch) -> Int[Tensor, "B"]:
     """A 64-bit hash of each sample of a batch: Σ mixed bits of x_i times c_i modulo 2⁶⁴, an odd c_i for each place i.
 
     Numbers count as float64, whatever their dtype, and zeros not at all; places that an attention mask leaves out do
-    not count either. So padding with zeros, or behind a mask, changes no key.
+    not count either, and the others are counted from the first that it keeps. So padding with zeros at the end, or
+    behind a mask on either side, changes no key.
     """
     if batch.keys is not None:
         return batch.keys
@@ -147,17 +148,19 @@ def _padded_leaves(batch: Batch) -> list[Tensor]:
     ]
 
 
+def places_in(mask: Tensor) -> Int[Tensor, "B T"]:
+    """1 for the first place of each sequence that a mask keeps, 2 for the next, wherever the padding is."""
+    return (mask != 0).cumsum(1)
+
+
 def _leaf_keys(leaf: Tensor, index: int, mask: Tensor | None) -> Int[Tensor, "B"]:
-    keep = None
-    if mask is not None and mask is not leaf and leaf.shape[: mask.ndim] == mask.shape:
+    keep = order = None
+    if mask is not None and leaf.shape[: mask.ndim] == mask.shape:
         keep = (mask != 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
-    # A place is known by its coordinates, not by how many others there are: padding moves no number.
-    place = torch.tensor(index + 1, dtype=torch.int64, device=leaf.device) * GAMMA
-    for dimension in range(1, leaf.ndim):
-        coordinate = torch.arange(1, leaf.shape[dimension] + 1, device=leaf.device)
-        place = mixed(place[..., None] + coordinate * GAMMA)
-    place |= 1
-    step = max(1, _HASHED_NUMBERS // max(1, place.numel())) if leaf.device.type == "cpu" else max(1, len(leaf))
+        order = places_in(mask) if mask.ndim == 2 else None
+    places = _places(leaf, index)
+    numbers = leaf[0].numel() if len(leaf) else 1
+    step = max(1, _HASHED_NUMBERS // max(1, numbers)) if leaf.device.type == "cpu" else max(1, len(leaf))
     keys = []
     for start in range(0, max(1, len(leaf)), step):
         rows = slice(start, start + step)
@@ -165,6 +168,18 @@ def _leaf_keys(leaf: Tensor, index: int, mask: Tensor | None) -> Int[Tensor, "B"
         bits = mixed((leaf[rows].detach().double() + 0.0).view(torch.int64))
         if keep is not None:
             bits = torch.where(keep[rows], bits, 0)
-        products = bits * place
+        products = bits * (places if order is None else _places(leaf, index, order[rows]))
         keys.append(products.flatten(1).sum(1) if products.ndim > 1 else products)
     return torch.cat(keys)
+
+
+def _places(leaf: Tensor, index: int, first: Int[Tensor, "b T"] | None = None) -> Int[Tensor, "*b *T"]:
+    """c_i of each place of a sample: it is known by its coordinates, not by how many others there are, so padding
+    moves no number. `first` are the first coordinates of each sample, where these differ."""
+    place = torch.tensor(index + 1, dtype=torch.int64, device=leaf.device) * GAMMA
+    if first is not None:
+        place = mixed(place + first * GAMMA)
+    for dimension in range(1 if first is None else 2, leaf.ndim):
+        coordinate = torch.arange(1, leaf.shape[dimension] + 1, device=leaf.device)
+        place = mixed(place[..., None] + coordinate * GAMMA)
+    return place | 1
