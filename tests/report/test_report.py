@@ -26,7 +26,7 @@ from errbar.report import assessing, checking, scoring, verdict
 from errbar.report.axes import Scale
 from errbar.report.markup import element
 from errbar.report.numbers import points, significant
-from errbar.report.observing import Fingerprint, Leaders, Spread, input_of, observe
+from errbar.report.observing import Fingerprint, Leaders, Observation, Spread, input_of, observe
 from errbar.report.pictures import numbers_of, picture_of, picture_shape
 from errbar.report.resampling import area, means, share
 from errbar.report.values import Estimate, Facts, Linearisation, Report, Variant
@@ -136,7 +136,7 @@ def test_the_intervals_of_scores_hold_no_negative_number() -> None:
     # One of twenty is wrong: twice the mean, less a high quantile of its resamples, is below zero.
     pmf = torch.tensor([[0.99, 0.01]], dtype=torch.float64).expand(20, 2)
     y = (torch.arange(20) == 0).long()
-    found = scoring._variant("network", "it", pmf, y, 10, 0)
+    found = scoring._variant("network", "it", pmf, Observation({"network": pmf}, y), 10, 0)
     for score in (found.nll, found.brier):
         assert 0 == score.low < score.value < score.high
     assert found.gap.low < 0 < found.gap.high
