@@ -264,11 +264,12 @@ def _finite(value: Any) -> Any:
 
 def scores_of(entries: Sequence[Mapping[str, Any]]) -> Scores:
     """What a monitor needs, from answers."""
-    columns = {
-        name: np.array([entry[name] for entry in entries]) for name in ("pmf", "label", "entropy", "mutual_information")
-    }
+
+    def column(name: str) -> np.ndarray:
+        return np.array([entry[name] for entry in entries])
+
     deviation = np.array([entry["std"][entry["label"]] for entry in entries])
-    return Scores(**columns, deviation=deviation)
+    return Scores(column("pmf"), column("label"), column("entropy"), column("mutual_information"), deviation)
 
 
 def answered(served: Served, data: Any) -> list[dict[str, Any]]:
