@@ -65,8 +65,9 @@ def test_a_posterior_from_files_is_served_and_stops_gracefully(workspace: Worksp
 def test_several_workers_answer_as_one_service(workspace: Workspace, fitted: errbar.Posterior) -> None:
     x = workspace.test[0][:4]
     arguments = ["it.safetensors", "--model", "tiny_net:trained", "--engine", "torch", "--workers", "2"]
+    arguments += ["--monitor", "data.npz", "--monitor-state", "of-workers.json"]  # not that of another test's service
     with (
-        service_process(workspace.folder, *arguments, "--monitor", "data.npz") as (process, said),
+        service_process(workspace.folder, *arguments) as (process, said),
         httpx.Client(base_url=said["url"], timeout=60) as client,
     ):
         expected, names, asked = fitted.predict(x).pmf, [], 0
@@ -85,7 +86,7 @@ def test_several_workers_answer_as_one_service(workspace: Workspace, fitted: err
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, ""), err
-    state = json.loads(Path("it.monitor.json").read_text(encoding="utf-8"))
+    state = json.loads(Path("of-workers.json").read_text(encoding="utf-8"))
     assert state["monitor"]["inputs"] == 4 * asked
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{said['url']}/healthz")
