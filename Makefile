@@ -32,8 +32,9 @@ docs-refresh: setup
 	$(BIN)/python website/pictures.py
 	$(BIN)/python website/pages.py --refresh $(if $(DATA),--data $(DATA))
 
-# One process per core, one thread per process: the tests are many and small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# One process per core, one thread per process: the tests are many and small. Each process takes neighbouring tests, so
+# that what a module prepares once is not prepared by all of them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 CODE := src tests bench examples website
 
 # What a change must pass.
