@@ -165,7 +165,7 @@ def test_a_mixture_is_told_of_without_advice_that_would_be_refused(monkeypatch: 
     """It names a layer that is not among the last."""
     x = normal(8, 6)
     mixture = {"0": "kron", "*": "block"}
-    posterior = errbar.fit(perceptron(6, 5, 500), [x], parameters="all", structure=mixture, fisher="sampled")
+    posterior = errbar.fit(perceptron(6, 5, 250), [x], parameters="all", structure=mixture, fisher="sampled")
     monkeypatch.setattr(notice, "NOTICED_SECONDS", 1.0)
     with pytest.warns(errbar.CostNotice, match=r"^The first prediction will take about .* samples=100 ") as told:
         posterior.predict(x, samples=400)
