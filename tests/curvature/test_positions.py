@@ -355,3 +355,15 @@ def test_a_transformer_for_tokens_works_as_it_is() -> None:
     assert posterior.predict({"input_ids": ids, "attention_mask": mask}).pmf.shape == (6, 5, 3)
     deeper = errbar.fit(model, [batch], parameters="vectors", outputs="positions", fisher="sampled", structure="diag")
     assert deeper.predict({"input_ids": ids, "attention_mask": mask}, 20).pmf.shape == (6, 5, 3)
+
+
+def test_actions_are_chosen_for_every_position() -> None:
+    model, x = segmenter(), torch.randn(4, 1, 5, 7, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=1, outputs="positions")
+    prediction = posterior.predict(x, 100)
+    cost = torch.tensor([[0.0, 1.0, 4.0], [1.0, 0.0, 2.0]], dtype=torch.float64)
+    decision = errbar.decide(prediction, cost)
+    alone = errbar.decide(prediction.flat, cost)  # type: ignore[attr-defined]
+    assert decision.action.shape == decision.least_loss_std.shape == (4, 5, 7)
+    assert torch.equal(decision.expected_loss.reshape(-1, 2), alone.expected_loss)
+    assert torch.equal(decision.std.reshape(-1, 2), alone.std)
