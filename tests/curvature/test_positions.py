@@ -6,6 +6,7 @@ The oracle differentiates one position and class at a time by autograd.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,6 +356,19 @@ def test_a_transformer_for_tokens_works_as_it_is() -> None:
     assert posterior.predict({"input_ids": ids, "attention_mask": mask}).pmf.shape == (6, 5, 3)
     deeper = errbar.fit(model, [batch], parameters="vectors", outputs="positions", fisher="sampled", structure="diag")
     assert deeper.predict({"input_ids": ids, "attention_mask": mask}, 20).pmf.shape == (6, 5, 3)
+
+
+@pytest.mark.parametrize(("parameters", "fisher"), [(["head"], "ggn"), ("all", "sampled")])
+def test_batches_and_parts_without_labels_add_nothing(parameters: list[str] | str, fisher: str, tmp_path: Path) -> None:
+    model, (x, y) = tagger(), sentences()
+    none = torch.full_like(y, -100)
+    options = {"parameters": parameters, "fisher": fisher, "outputs": "positions"}
+    expected = errbar.collect(model, [(x, y)], **options)  # type: ignore[arg-type]
+    together = errbar.collect(model, [(x.flip(1), none), (x, y)], **options)  # type: ignore[arg-type]
+    assert torch.allclose(together.dense(), expected.dense(), atol=1e-10)
+    file = tmp_path / "part"
+    in_parts = errbar.collect(model, [(x.flip(1), none), (x, y)], checkpoint=file, every=1, **options)  # type: ignore[arg-type]
+    assert torch.allclose(in_parts.dense(), expected.dense(), atol=1e-10)
 
 
 def test_actions_are_chosen_for_every_position() -> None:

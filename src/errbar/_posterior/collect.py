@@ -150,6 +150,7 @@ def collected(
         information, first = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
         missing = "" if information.task.kind.has_gauge else ", unless all labels are missing"
+        missing = missing if information.task.positions is None else ", unless no position has a label"
         warnings.warn(
             "The data hold no information at all: the model is so certain of every sample that Λ, the Fisher "
             f"information of a label, is exactly zero{missing}, and the posterior is the prior. Check that the model "
@@ -303,11 +304,16 @@ def _accumulate_in_parts(
     total = resume(path, task, counted_stream)
     repeats = Repeats()
     while not counted_stream.at_end:
-        part = accumulate(task, counted_stream.part(every), repeats=repeats)
+        # What a part lacks, labels of positions or weights above zero, others may have.
+        part = accumulate(task, counted_stream.part(every), repeats=repeats, may_be_empty=True)
         total = part if total is None else total + part
         store(path, total, counted_stream)
     repeats.tell()
-    return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
+    if total is None:
+        return accumulate(task, iter(()), may_be_empty=may_be_empty)
+    if total.n_samples == 0 and not may_be_empty:
+        raise _no_weight()
+    return total
 
 
 def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> tuple[Information, Batch | None]:
@@ -467,7 +473,7 @@ class _Pass:
             total = self.accumulator.finish()
         likelihood = None if self.likelihood is None else float(self.likelihood)
         positions = self.task.positions
-        if positions is not None and self.count and not self.n_positions:
+        if positions is not None and not self.n_positions and not may_be_empty:
             raise LabelError(
                 f"No position of the data counts: expected some with a label other than {positions.ignore_index}, in "
                 "places that the attention mask keeps."
@@ -477,7 +483,7 @@ class _Pass:
             likelihood = None if likelihood is None else likelihood / positions.share
         n_samples = self.plain + float(self.mass) if self.is_weighted else self.plain
         if n_samples == 0 and not may_be_empty:
-            raise DataError("All weights are zero: expected at least one sample that counts.")
+            raise _no_weight()
         return Information(
             task=self.task,
             total=total,
@@ -515,6 +521,10 @@ def collect_several(
         begin = time.perf_counter()
         results.append((one.finish(), seconds[index] + time.perf_counter() - begin))
     return results
+
+
+def _no_weight() -> DataError:
+    return DataError("All weights are zero: expected at least one sample that counts.")
 
 
 def require_class_weights(weights: Any, classes: int) -> tuple[float, ...] | None:
