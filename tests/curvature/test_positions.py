@@ -338,6 +338,16 @@ def test_mistakes_are_told() -> None:
         posterior.predict(iter([x]))
     with pytest.raises(errbar.errors.LabelError, match="Labels are missing"):
         errbar.calibrate(posterior, [x])
+    with pytest.raises(errbar.errors.DataError, match="in which a position has a label other than -100"):
+        errbar.calibrate(posterior, [(x, torch.full_like(y, -100))])
+    with pytest.raises(errbar.errors.LabelError, match="pass ignore_index= to the fit"):
+        fit(model, [(x, torch.full_like(y, 255))], last_layers=1, outputs="positions")
+    for call in (posterior.predict, posterior.logits):
+        with pytest.raises(errbar.errors.ArgumentError, match=r"differentiable= (is|are) for one PMF of each input"):
+            call(x, differentiable=True)  # type: ignore[operator]
+    for outputs in ("classes", "labels"):
+        with pytest.raises(errbar.errors.ModelError, match="for a class of every token or pixel, pass outputs='posi"):
+            fit(model, [x], last_layers=1, outputs=outputs)
 
 
 def test_a_transformer_for_tokens_works_as_it_is() -> None:
