@@ -391,3 +391,16 @@ def test_actions_are_chosen_for_every_position() -> None:
     assert decision.action.shape == decision.least_loss_std.shape == (4, 5, 7)
     assert torch.equal(decision.expected_loss.reshape(-1, 2), alone.expected_loss)
     assert torch.equal(decision.std.reshape(-1, 2), alone.std)
+
+
+def test_a_fit_is_not_refused_for_the_draws_of_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = segmenter().float(), torch.randn(6, 1, 64, 64)
+    # 6 · 64 · 64 · 3 logits with 1000 draws, and once more, would be 562 MiB beside the draws of the parameters.
+    monkeypatch.setattr("errbar._base.memory.available_bytes", lambda device: 2**30)
+    for structure in ("dense", "auto"):
+        posterior = errbar.fit(
+            model, [x], parameters="vectors", fisher="sampled", structure=structure, outputs="positions"
+        )
+        assert posterior.information.structure == "dense"
+    with pytest.raises(errbar.SizeError, match="Predict fewer inputs at a time"):
+        posterior.predict(x.repeat(2, 1, 1, 1), 1000)
