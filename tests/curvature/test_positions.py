@@ -404,3 +404,36 @@ def test_a_fit_is_not_refused_for_the_draws_of_a_prediction(monkeypatch: pytest.
         assert posterior.information.structure == "dense"
     with pytest.raises(errbar.SizeError, match="Predict fewer inputs at a time"):
         posterior.predict(x.repeat(2, 1, 1, 1), 1000)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize(("parameters", "fisher"), [(["head"], "ggn"), (["head"], "sampled"), ("all", "sampled")])
+def test_class_weights_count_each_position_by_its_label(
+    parameters: list[str] | str, fisher: str, share: float, tmp_path: Path
+) -> None:
+    model, (x, y) = tagger(), sentences()
+    weights = [0.5, 2.0, 0.0, 3.0]
+    options = {"parameters": parameters, "fisher": fisher, "outputs": "positions", "positions": share}
+    posterior = errbar.fit(model, [(x, y)], class_weights=weights, **options)  # type: ignore[arg-type]
+    information = posterior.information
+    if parameters == ["head"]:
+        # Of the last layer positions are inputs of their own, so each class can be taken alone.
+        alone = [errbar.collect(model, [(x, y.where(y == m, -100))], **options) for m in range(CLASSES)]  # type: ignore[arg-type]
+        expected = sum(w * one.dense() for w, one in zip(weights, alone, strict=True))
+        likelihood = sum(w * one.log_likelihood for w, one in zip(weights, alone, strict=True))  # type: ignore[operator]
+        assert torch.allclose(information.dense(), expected, atol=1e-10)  # type: ignore[arg-type]
+        assert information.log_likelihood == pytest.approx(likelihood)
+    else:
+        equal = errbar.collect(model, [(x, y)], class_weights=[4.0] * CLASSES, **options)  # type: ignore[arg-type]
+        plain = errbar.collect(model, [(x, y)], **options)  # type: ignore[arg-type]
+        assert torch.allclose(equal.dense(), 4 * plain.dense(), atol=1e-10)
+        without = errbar.collect(model, [(x, y.where(y == 1, -100))], **options)  # type: ignore[arg-type]
+        only = errbar.collect(model, [(x, y)], class_weights=[0.0, 1.0, 0.0, 0.0], **options)  # type: ignore[arg-type]
+        assert torch.allclose(only.dense(), without.dense(), atol=1e-10)
+    posterior.save(str(tmp_path / "file"))
+    loaded = errbar.load(str(tmp_path / "file"), model)
+    assert isinstance(loaded, errbar.Posterior)
+    there_and_back = loaded.update([(x.flip(1), y)]).forget([(x.flip(1), y)])
+    assert torch.allclose(there_and_back.information.dense(), information.dense(), atol=1e-9)
+    with pytest.raises(errbar.LabelError, match="a batch has no labels"):
+        posterior.update([x])
