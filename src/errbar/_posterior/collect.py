@@ -269,7 +269,7 @@ class Request:
     def _weights_of_classes(self, classes: int) -> tuple[float, ...] | None:
         if self.class_weights is not None and self.outputs not in (CLASSES.name, POSITIONS):
             raise ArgumentError(
-                f"class_weights are for one label of each sample or position, and outputs is {self.outputs!r}; expected "
+                f"class_weights are for one label of a sample or position, and outputs is {self.outputs!r}; expected "
                 "weights of the samples in the batches, or outputs='classes' or 'positions'."
             )
         return require_class_weights(self.class_weights, classes)
