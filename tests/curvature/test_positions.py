@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -437,3 +438,14 @@ def test_class_weights_count_each_position_by_its_label(
     assert torch.allclose(there_and_back.information.dense(), information.dense(), atol=1e-9)
     with pytest.raises(errbar.LabelError, match="a batch has no labels"):
         posterior.update([x])
+
+
+def test_positions_are_fused_as_inputs_of_their_own() -> None:
+    model, x = segmenter(), torch.randn(2, 1, 4, 3, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=1, outputs="positions")
+    gaussian: Any = posterior.logits(x)
+    with pytest.raises(errbar.errors.ArgumentError, match=r"Item 0 to fuse has a Gaussian for each position.*rows\(\)"):
+        errbar.fuse([gaussian, gaussian])
+    fused = errbar.fuse([gaussian.rows(), gaussian.rows()])
+    assert torch.allclose(fused.mean, gaussian.rows().centered().mean)
+    assert torch.allclose(fused.covariance, gaussian.rows().centered().covariance / 2)
