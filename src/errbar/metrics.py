@@ -360,7 +360,7 @@ def checked_pmf(pmf: Any) -> Float[Tensor, "N M"]:
     if not _kind_of(pmf).has_gauge:
         raise DataError(
             f"This prediction is of outputs='{_kind_of(pmf).name}', whose probabilities are no PMF; expected one of "
-            "one of several classes. Use metrics.label_nll and the others with label_ in their names."
+            "outputs='classes'. The metrics of labels have label_ in their names."
         )
     try:
         probability = _numbers(inner if isinstance(inner, Tensor) else pmf)
@@ -399,7 +399,11 @@ def _by_position(pmf: Any, labels: Any) -> tuple[Any, Any]:
             f"Labels have shape {tuple(truth.shape)}; expected {tuple(inner.shape[:-1])}, one class number for each "
             f"position, or {IGNORE_INDEX} where there is none."
         )
-    named = truth.flatten() != IGNORE_INDEX
+    # A prediction knows what its posterior ignores; where there are PMFs alone, it is what torch ignores.
+    ignored = getattr(pmf, "ignore_index", IGNORE_INDEX)
+    named = ((truth != ignored) & (truth != IGNORE_INDEX)).flatten()
+    if not bool(named.any()):
+        raise LabelError(f"No position has a label; expected some other than {ignored}.")
     return rows[named], truth.flatten()[named]
 
 

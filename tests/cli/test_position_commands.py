@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import errbar
 from errbar.cli.main import main
 
 
@@ -62,3 +65,50 @@ def test_pixels_are_fitted_calibrated_measured_and_written(
         main(["predict", "calibrated.safetensors", "data.npz", *of_model, "-o", "found.csv"])
     assert end.value.code == 1
     assert "expected an .npz file" in capsys.readouterr().err
+
+
+TAGGER = """
+import torch
+from torch import nn
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids, attention_mask=None):
+        return self.head(self.embedding(ids))
+
+def network():
+    torch.manual_seed(0)
+    return Tagger()
+
+def sentences():
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(9, (6, 5), generator=generator), torch.randint(3, (6, 5), generator=generator)
+    mask = torch.ones(6, 5, dtype=torch.long)
+    mask[:, 3:] = 0
+    labels[0, 0] = 255
+    return [{"ids": ids, "attention_mask": mask, "labels": labels}]
+"""
+
+
+def test_positions_that_are_masked_are_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
+    tokens = importlib.import_module("tokens_of_test")
+    model, data = tokens.network(), tokens.sentences()
+    posterior = errbar.fit(model, data, last_layers=1, outputs="positions", ignore_index=255)
+    posterior.save("fitted.safetensors")
+    of_model = ["--model", "tokens_of_test:network"]
+    capsys.readouterr()
+    run("evaluate", "fitted.safetensors", "tokens_of_test:sentences", *of_model, "--samples", "50", "--json")
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["positions"] == 6 * 3 - 1
+    batch = data[0]
+    truth = batch["labels"].masked_fill(batch["attention_mask"] == 0, 255)
+    expected = errbar.metrics.nll(posterior.predict(batch, 50), truth)
+    assert facts["scores"]["posterior"]["nll"] == pytest.approx(expected, rel=1e-6)

@@ -6,6 +6,8 @@ The oracle differentiates one position and class at a time by autograd.
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -337,6 +339,16 @@ def test_mistakes_are_told() -> None:
         posterior.predict(iter([x]))
     with pytest.raises(errbar.errors.LabelError, match="Labels are missing"):
         errbar.calibrate(posterior, [x])
+    with pytest.raises(errbar.errors.DataError, match="in which a position has a label other than -100"):
+        errbar.calibrate(posterior, [(x, torch.full_like(y, -100))])
+    with pytest.raises(errbar.errors.LabelError, match="pass ignore_index= to the fit"):
+        fit(model, [(x, torch.full_like(y, 255))], last_layers=1, outputs="positions")
+    for call in (posterior.predict, posterior.logits):
+        with pytest.raises(errbar.errors.ArgumentError, match=r"differentiable= (is|are) for one PMF of each input"):
+            call(x, differentiable=True)  # type: ignore[operator]
+    for outputs in ("classes", "labels"):
+        with pytest.raises(errbar.errors.ModelError, match="for a class of every token or pixel, pass outputs='posi"):
+            fit(model, [x], last_layers=1, outputs=outputs)
 
 
 def test_a_transformer_for_tokens_works_as_it_is() -> None:
@@ -355,3 +367,85 @@ def test_a_transformer_for_tokens_works_as_it_is() -> None:
     assert posterior.predict({"input_ids": ids, "attention_mask": mask}).pmf.shape == (6, 5, 3)
     deeper = errbar.fit(model, [batch], parameters="vectors", outputs="positions", fisher="sampled", structure="diag")
     assert deeper.predict({"input_ids": ids, "attention_mask": mask}, 20).pmf.shape == (6, 5, 3)
+
+
+@pytest.mark.parametrize(("parameters", "fisher"), [(["head"], "ggn"), ("all", "sampled")])
+def test_batches_and_parts_without_labels_add_nothing(parameters: list[str] | str, fisher: str, tmp_path: Path) -> None:
+    model, (x, y) = tagger(), sentences()
+    none = torch.full_like(y, -100)
+    options = {"parameters": parameters, "fisher": fisher, "outputs": "positions"}
+    expected = errbar.collect(model, [(x, y)], **options)  # type: ignore[arg-type]
+    together = errbar.collect(model, [(x.flip(1), none), (x, y)], **options)  # type: ignore[arg-type]
+    assert torch.allclose(together.dense(), expected.dense(), atol=1e-10)
+    file = tmp_path / "part"
+    in_parts = errbar.collect(model, [(x.flip(1), none), (x, y)], checkpoint=file, every=1, **options)  # type: ignore[arg-type]
+    assert torch.allclose(in_parts.dense(), expected.dense(), atol=1e-10)
+
+
+def test_actions_are_chosen_for_every_position() -> None:
+    model, x = segmenter(), torch.randn(4, 1, 5, 7, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=1, outputs="positions")
+    prediction = posterior.predict(x, 100)
+    cost = torch.tensor([[0.0, 1.0, 4.0], [1.0, 0.0, 2.0]], dtype=torch.float64)
+    decision = errbar.decide(prediction, cost)
+    alone = errbar.decide(prediction.flat, cost)  # type: ignore[attr-defined]
+    assert decision.action.shape == decision.least_loss_std.shape == (4, 5, 7)
+    assert torch.equal(decision.expected_loss.reshape(-1, 2), alone.expected_loss)
+    assert torch.equal(decision.std.reshape(-1, 2), alone.std)
+
+
+def test_a_fit_is_not_refused_for_the_draws_of_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = segmenter().float(), torch.randn(6, 1, 64, 64)
+    # 6 · 64 · 64 · 3 logits with 1000 draws, and once more, would be 562 MiB beside the draws of the parameters.
+    monkeypatch.setattr("errbar._base.memory.available_bytes", lambda device: 2**30)
+    for structure in ("dense", "auto"):
+        posterior = errbar.fit(
+            model, [x], parameters="vectors", fisher="sampled", structure=structure, outputs="positions"
+        )
+        assert posterior.information.structure == "dense"
+    with pytest.raises(errbar.SizeError, match="Predict fewer inputs at a time"):
+        posterior.predict(x.repeat(2, 1, 1, 1), 1000)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize(("parameters", "fisher"), [(["head"], "ggn"), (["head"], "sampled"), ("all", "sampled")])
+def test_class_weights_count_each_position_by_its_label(
+    parameters: list[str] | str, fisher: str, share: float, tmp_path: Path
+) -> None:
+    model, (x, y) = tagger(), sentences()
+    weights = [0.5, 2.0, 0.0, 3.0]
+    options = {"parameters": parameters, "fisher": fisher, "outputs": "positions", "positions": share}
+    posterior = errbar.fit(model, [(x, y)], class_weights=weights, **options)  # type: ignore[arg-type]
+    information = posterior.information
+    if parameters == ["head"]:
+        # Of the last layer positions are inputs of their own, so each class can be taken alone.
+        alone = [errbar.collect(model, [(x, y.where(y == m, -100))], **options) for m in range(CLASSES)]  # type: ignore[arg-type]
+        expected = sum(w * one.dense() for w, one in zip(weights, alone, strict=True))
+        likelihood = sum(w * one.log_likelihood for w, one in zip(weights, alone, strict=True))  # type: ignore[operator]
+        assert torch.allclose(information.dense(), expected, atol=1e-10)  # type: ignore[arg-type]
+        assert information.log_likelihood == pytest.approx(likelihood)
+    else:
+        equal = errbar.collect(model, [(x, y)], class_weights=[4.0] * CLASSES, **options)  # type: ignore[arg-type]
+        plain = errbar.collect(model, [(x, y)], **options)  # type: ignore[arg-type]
+        assert torch.allclose(equal.dense(), 4 * plain.dense(), atol=1e-10)
+        without = errbar.collect(model, [(x, y.where(y == 1, -100))], **options)  # type: ignore[arg-type]
+        only = errbar.collect(model, [(x, y)], class_weights=[0.0, 1.0, 0.0, 0.0], **options)  # type: ignore[arg-type]
+        assert torch.allclose(only.dense(), without.dense(), atol=1e-10)
+    posterior.save(str(tmp_path / "file"))
+    loaded = errbar.load(str(tmp_path / "file"), model)
+    assert isinstance(loaded, errbar.Posterior)
+    there_and_back = loaded.update([(x.flip(1), y)]).forget([(x.flip(1), y)])
+    assert torch.allclose(there_and_back.information.dense(), information.dense(), atol=1e-9)
+    with pytest.raises(errbar.LabelError, match="a batch has no labels"):
+        posterior.update([x])
+
+
+def test_positions_are_fused_as_inputs_of_their_own() -> None:
+    model, x = segmenter(), torch.randn(2, 1, 4, 3, dtype=torch.float64)
+    posterior = errbar.fit(model, [x], last_layers=1, outputs="positions")
+    gaussian: Any = posterior.logits(x)
+    with pytest.raises(errbar.errors.ArgumentError, match=r"Item 0 to fuse has a Gaussian for each position.*rows\(\)"):
+        errbar.fuse([gaussian, gaussian])
+    fused = errbar.fuse([gaussian.rows(), gaussian.rows()])
+    assert torch.allclose(fused.mean, gaussian.rows().centered().mean)
+    assert torch.allclose(fused.covariance, gaussian.rows().centered().covariance / 2)

@@ -60,19 +60,34 @@ class Positions:
             keep &= uniform(mixed(keys + start)) < self.share
         return keep, labels, keys
 
-    def rows(self, network: HeadNetwork, batch: Batch, classes: int) -> Batch:
+    def rows(
+        self, network: HeadNetwork, batch: Batch, classes: int, class_weights: tuple[float, ...] | None = None
+    ) -> Batch:
         """The positions that count of a prepared batch of the whole network, each as an input of its own."""
         rows, leading = network.rows(batch)
         keep, labels, keys = self.counted(batch, leading, classes)
-        chosen = keep.flatten()
+        named = None if labels is None else labels[keep]
         return Batch(
-            (rows.args[0][chosen],),
-            labels=None if labels is None else labels.flatten()[chosen],
-            weights=None
-            if batch.weights is None
-            else batch.weights[:, None].expand(keep.flatten(1).shape)[keep.flatten(1)],
-            keys=keys.flatten()[chosen],
+            (rows.args[0][keep.flatten()],),
+            labels=named,
+            weights=position_weights(batch, keep, named, class_weights),
+            keys=keys[keep],
         )
+
+
+def position_weights(
+    batch: Batch,
+    keep: Bool[Tensor, "B *S"],
+    labels: Int[Tensor, "R"] | None,
+    class_weights: tuple[float, ...] | None,
+) -> Float[Tensor, "R"] | None:
+    """w of each position that counts: that of its input, times that of the class of its label; None where all are
+    one."""
+    own = None if batch.weights is None else batch.weights[keep.nonzero()[:, 0]]
+    if class_weights is None or labels is None:
+        return own
+    of_labels = torch.tensor(class_weights, dtype=torch.float64, device=labels.device)[labels]
+    return of_labels if own is None else own * of_labels
 
 
 @dataclass(frozen=True)
@@ -81,23 +96,36 @@ class PositionScores(ScoreDraws):
 
     classes: int = 2
     positions: Positions = Positions(None)
+    class_weights: tuple[float, ...] | None = None
 
     def __call__(self, batch: Batch, logits: Float[Tensor, "B SM"]) -> Float[Tensor, "k B SM"]:
         if self.repeats is not None:
             self.repeats.add(sample_keys(batch))
         flat = logits.reshape(-1, self.classes)
         leading = (len(logits), len(flat) // len(logits))
-        keep, _, keys = self.positions.counted(batch, leading, self.classes)
+        keep, labels, keys = self.positions.counted(batch, leading, self.classes)
         scores = self.kind.scores(flat, self.labels(keys.flatten(), flat), None)
-        scores = scores * keep.flatten()[None, :, None] / math.sqrt(self.draws * self.positions.share)
+        factors = keep.double()
+        if self.class_weights is not None and labels is not None:
+            # A score times √w is worth w: the weights of inputs come later, those of labels are known here alone.
+            own = torch.tensor(self.class_weights, dtype=torch.float64, device=labels.device)[labels[keep]]
+            factors[keep] = own.sqrt()
+        scores = scores * factors.flatten()[None, :, None] / math.sqrt(self.draws * self.positions.share)
         return scores.reshape(self.draws, *logits.shape)
 
 
-def scores_of_positions(scores: ScoreDraws | None, positions: Positions | None, classes: int) -> ScoreDraws | None:
+def scores_of_positions(
+    scores: ScoreDraws | None,
+    positions: Positions | None,
+    classes: int,
+    class_weights: tuple[float, ...] | None,
+) -> ScoreDraws | None:
     """The draws of a network whose positions count so: of each input together where parameters are further back."""
     if scores is None or positions is None or positions.head is not None:
         return scores
-    return PositionScores(scores.draws, scores.seed, scores.kind, classes=classes, positions=positions)
+    return PositionScores(
+        scores.draws, scores.seed, scores.kind, classes=classes, positions=positions, class_weights=class_weights
+    )
 
 
 def position_keys(batch: Batch, leading: tuple[int, ...]) -> Int[Tensor, "B *S"]:

@@ -21,6 +21,7 @@ from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import BLOCK_BYTES, GaussianSampler, mean_over_draws, require_samples, require_seed
 from errbar._distributions.shown import plain_html, text_of_positions
 from errbar._model.outputs import CLASSES, OutputKind
+from errbar._model.positions import IGNORE_INDEX
 from errbar.errors import ArgumentError
 
 # From the first row to the one after the last: the Gaussians of some positions, calibrated.
@@ -115,11 +116,15 @@ class PositionsPrediction(Prediction):
 
     flat: Prediction = field(kw_only=True)
     leading: tuple[int, ...] = field(kw_only=True)
+    # The label of positions without one, as in the fit: `errbar.metrics` leaves them out.
+    ignore_index: int = field(kw_only=True, default=IGNORE_INDEX)
 
     @staticmethod
-    def of(flat: Prediction, leading: tuple[int, ...]) -> PositionsPrediction:
+    def of(flat: Prediction, leading: tuple[int, ...], ignore_index: int) -> PositionsPrediction:
         pmf = flat.pmf.reshape(*leading, flat.pmf.shape[1])
-        return PositionsPrediction(pmf, flat.sampler, flat.jitter, flat=flat, leading=leading)
+        return PositionsPrediction(
+            pmf, flat.sampler, flat.jitter, flat=flat, leading=leading, ignore_index=ignore_index
+        )
 
     def __len__(self) -> int:
         return self.leading[0]
@@ -129,7 +134,7 @@ class PositionsPrediction(Prediction):
         inputs = torch.arange(len(self))[self._checked_rows(rows)]
         each = math.prod(self.leading[1:])
         positions = (inputs[:, None] * each + torch.arange(each)).flatten().to(self.pmf.device)
-        return PositionsPrediction.of(self.flat[positions], (len(inputs), *self.leading[1:]))
+        return PositionsPrediction.of(self.flat[positions], (len(inputs), *self.leading[1:]), self.ignore_index)
 
     def __repr__(self) -> str:
         return text_of_positions(self)
@@ -197,6 +202,7 @@ class PositionLogits:
     leading: tuple[int, ...]
     classes: int
     like: Tensor = field(repr=False)
+    ignore_index: int = field(repr=False, default=IGNORE_INDEX)
 
     def __len__(self) -> int:
         return self.leading[0]
@@ -240,7 +246,7 @@ class PositionLogits:
             self.like,
         )
         pmf = mean_over_draws(sampler)
-        return PositionsPrediction.of(Prediction(pmf, sampler, sampler.jitter), self.leading)
+        return PositionsPrediction.of(Prediction(pmf, sampler, sampler.jitter), self.leading, self.ignore_index)
 
     def _parts(self) -> Iterator[LogitGaussian]:
         size = max(1, min(_AT_A_TIME, _COVARIANCE_NUMBERS // self.classes**2))

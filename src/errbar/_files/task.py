@@ -127,7 +127,7 @@ def read_task(fields: Fields) -> Task:
         positions=_read_positions(fields),
         class_weights=_read_class_weights(fields, n_classes),
     )
-    task = replace(task, scores=scores_of_positions(task.scores, task.positions, n_classes))
+    task = replace(task, scores=scores_of_positions(task.scores, task.positions, n_classes, task.class_weights))
     plan = fields.part("plan")
     return _with_parts(task, fields) if is_mixture(structure) else _with_route(task, plan)
 

@@ -105,7 +105,7 @@ class _Classes(OutputKind):
         if not _is_table(value, size):
             raise ModelError(
                 f"The model returned a {value.dtype} tensor of shape {tuple(value.shape)} for a batch of {size}; "
-                f"expected floating-point logits of shape ({size}, classes)."
+                f"expected floating-point logits of shape ({size}, classes){_or_positions(value, size)}."
             )
         return torch.cat([torch.zeros_like(value), value], 1) if value.shape[1] == 1 else value
 
@@ -160,7 +160,8 @@ class _Labels(OutputKind):
         if not _is_table(value, size):
             raise ModelError(
                 f"The model returned a {value.dtype} tensor of shape {tuple(value.shape)} for a batch of {size}; "
-                f"expected floating-point logits of shape ({size}, labels) for outputs='labels'."
+                f"expected floating-point logits of shape ({size}, labels) for outputs='labels'"
+                f"{_or_positions(value, size)}."
             )
         return value
 
@@ -251,6 +252,12 @@ def require_classes_alone(outputs: object, name: str) -> None:
             f"{name} is for one of M classes, and outputs is {outputs!r}; expected outputs='classes'. Use "
             f"errbar.fit(..., outputs={outputs!r}) and errbar.calibrate."
         )
+
+
+def _or_positions(value: Tensor, size: int) -> str:
+    """What else logits of three or four dimensions may be."""
+    fits = value.ndim in (3, 4) and value.shape[0] == size and value.is_floating_point()
+    return "; or, for a class of every token or pixel, pass outputs='positions'" if fits else ""
 
 
 def _is_table(value: Tensor, size: int) -> bool:

@@ -219,7 +219,8 @@ def position_labels(
     if named.numel() and not bool(((named >= 0) & (named < classes)).all()):
         raise LabelError(
             f"Labels run from {int(named.min())} to {int(named.max())}; expected 0 to {classes - 1}, because the model "
-            f"has {classes} classes, or {ignore_index} for a position that is ignored."
+            f"has {classes} classes, or {ignore_index} for a position that is ignored. If another number stands for no "
+            "label, pass ignore_index= to the fit."
         )
     return values
 

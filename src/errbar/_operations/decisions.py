@@ -39,7 +39,8 @@ class Decision:
     """The expected loss of A actions for B inputs, its uncertainty, and the action with the least.
 
     `expected_loss` is ℓ_a = c_aᵀ f̂, `std` is √(c_aᵀ P^f c_a): the uncertainty of ℓ_a due to the parameters. Of several
-    labels there is a decision for each, and all of these have a dimension for the L labels after that of the inputs.
+    labels there is a decision for each, and all of these have a dimension for the L labels after that of the inputs; of
+    tokens and pixels, the dimensions of the positions.
     """
 
     expected_loss: Float[Tensor, "B *L A"]
@@ -66,6 +67,8 @@ class Decision:
 
 def decide(prediction: Prediction, cost: Any) -> Decision:
     """For each input the expected loss of each action, ℓ_a = c_aᵀ f̂, and its standard deviation √(c_aᵀ P^f c_a).
+
+    Of tokens and pixels, for each position.
 
     Args:
         prediction: the result of `Posterior.predict`.
@@ -106,8 +109,8 @@ def _decisions_of_labels(prediction: Prediction, cost: Any) -> Decision:
     return Decision(expected, (true - false).abs() * prediction.std[..., None])
 
 
-def _checked_cost(cost: Any, pmf: Float[Tensor, "B M"]) -> Float[Tensor, "A M"]:
-    classes = pmf.shape[1]
+def _checked_cost(cost: Any, pmf: Float[Tensor, "B *S M"]) -> Float[Tensor, "A M"]:
+    classes = pmf.shape[-1]
     try:
         costs = torch.as_tensor(cost, dtype=pmf.dtype, device=pmf.device)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 from errbar._base import linalg
 from errbar._distributions.covariance import FullCovariance, JointCovariance
 from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar._distributions.positions import PositionLogits
 from errbar.errors import ArgumentError, FusionNotice, MismatchError, SingularCovarianceError
 
 _CERTAIN = (
@@ -276,6 +277,11 @@ def _require_fusible(sources: list[LogitGaussian]) -> None:
     if not sources:
         raise ArgumentError("There is nothing to fuse; expected at least one LogitGaussian.")
     for position, source in enumerate(sources):
+        if isinstance(source, PositionLogits):
+            raise ArgumentError(
+                f"Item {position} to fuse has a Gaussian for each position; expected one for each input. Pass its "
+                "rows(), which has every position as an input of its own."
+            )
         if not isinstance(source, LogitGaussian):
             raise ArgumentError(
                 f"Item {position} to fuse is a {type(source).__name__}; expected a LogitGaussian from "

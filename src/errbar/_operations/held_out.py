@@ -202,6 +202,8 @@ def gathered(own: Sequence[HeldOut] | None, task: Task, team: Team, samples: int
     counts = team.exchange(0 if own is None else len(own))
     if not any(counts):
         given = "" if task.kind.has_gauge else " with labels that are not missing"
+        if task.positions is not None:
+            given = f" in which a position has a label other than {task.positions.ignore_index}"
         raise DataError(f"The data for calibration are empty: expected at least one batch{given}.")
     if team.is_alone and own is not None:
         return list(own)

@@ -66,6 +66,9 @@ def cost_of(task: Task) -> Cost | None:
 def _workload(task: Task, selection: Selection, rank: int) -> Workload:
     scores = 0 if task.scores is None else task.scores.draws
     sizes: dict[str, Any] = {"batch": task.batch_size, "fisher": task.fisher_form, "dtype": task.dtype, "rank": rank}
+    if task.positions is not None and task.positions.head is None:
+        # A prediction holds its draws of all positions, of as many inputs as it is asked for: it refuses by itself.
+        sizes["draws"] = 1
     return _layout(task).workload(selection, **sizes, scores=scores)
 
 

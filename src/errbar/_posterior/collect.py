@@ -24,7 +24,14 @@ from errbar._base.execution import plain_execution
 from errbar._curvature.fisher import require_fisher
 from errbar._curvature.layout import inspect
 from errbar._curvature.lowrank import DEFAULT_RANK
-from errbar._curvature.positions import Positions, batch_shape, require_share, scores_of_positions, with_flat_labels
+from errbar._curvature.positions import (
+    Positions,
+    batch_shape,
+    position_weights,
+    require_share,
+    scores_of_positions,
+    with_flat_labels,
+)
 from errbar._curvature.registry import faithfulness, require_structure, structure_called, structure_of
 from errbar._curvature.scores import Repeats, ScoreDraws, require_draws
 from errbar._curvature.structure import Rows
@@ -104,7 +111,8 @@ def collect(
             "positions", logits (B, T, M) of tokens or (B, M, H, W) of pixels, with a class number for each. Parameters
             that are not all in the layer that returns these logits need `fisher="sampled"`.
         class_weights: a weight for each class, for networks that were trained by a loss with such weights: each sample
-            counts by that of its label, beside its own weight. It needs labels, here and in `update` and `forget`.
+            counts by that of its label, beside its own weight, and each position by that of its own; `n_samples` counts
+            positions only by their inputs. It needs labels, here and in `update` and `forget`.
         checkpoint: a file for intermediate results. After an interruption the same call continues from it; a call with
             other data, weights or options refuses it. The file is kept at the end. Each of several ranks has its own
             file, with its number at the end of the name.
@@ -150,6 +158,7 @@ def collected(
         information, first = _collect_over(team, request, data, progress=progress)
     if information.total.is_zero():
         missing = "" if information.task.kind.has_gauge else ", unless all labels are missing"
+        missing = missing if information.task.positions is None else ", unless no position has a label"
         warnings.warn(
             "The data hold no information at all: the model is so certain of every sample that Λ, the Fisher "
             f"information of a label, is exactly zero{missing}, and the posterior is the prior. Check that the model "
@@ -223,6 +232,7 @@ class Request:
                     inspection = inspect(network, batch)
                     selection = inspection.selected(last_layers=None, parameters=selection.names)
             form = None if self.unpack is None else first.form
+            class_weights = self._weights_of_classes(classes)
             scores = ScoreDraws(self.draws, self.seed, network.kind) if self.fisher == "sampled" else None
             task = Task(
                 network,
@@ -235,9 +245,9 @@ class Request:
                 batch_size=size,
                 unpack=kept_unpack(self.unpack, form),
                 batch_form=form,
-                scores=scores_of_positions(scores, positions, classes),
+                scores=scores_of_positions(scores, positions, classes, class_weights),
                 positions=positions,
-                class_weights=self._weights_of_classes(classes),
+                class_weights=class_weights,
             )
             del inspection  # the graph behind it
             if task.structure == "auto":
@@ -257,10 +267,10 @@ class Request:
         return Positions(head, require_share(self.positions), self.seed, self._ignored())
 
     def _weights_of_classes(self, classes: int) -> tuple[float, ...] | None:
-        if self.class_weights is not None and self.outputs != CLASSES.name:
+        if self.class_weights is not None and self.outputs not in (CLASSES.name, POSITIONS):
             raise ArgumentError(
-                f"class_weights are for one label of each sample, and outputs is {self.outputs!r}; expected weights of "
-                "the samples in the batches, or outputs='classes'."
+                f"class_weights are for one label of a sample or position, and outputs is {self.outputs!r}; expected "
+                "weights of the samples in the batches, or outputs='classes' or 'positions'."
             )
         return require_class_weights(self.class_weights, classes)
 
@@ -303,11 +313,16 @@ def _accumulate_in_parts(
     total = resume(path, task, counted_stream)
     repeats = Repeats()
     while not counted_stream.at_end:
-        part = accumulate(task, counted_stream.part(every), repeats=repeats)
+        # What a part lacks, labels of positions or weights above zero, others may have.
+        part = accumulate(task, counted_stream.part(every), repeats=repeats, may_be_empty=True)
         total = part if total is None else total + part
         store(path, total, counted_stream)
     repeats.tell()
-    return accumulate(task, iter(()), may_be_empty=may_be_empty) if total is None else total
+    if total is None:
+        return accumulate(task, iter(()), may_be_empty=may_be_empty)
+    if total.n_samples == 0 and not may_be_empty:
+        raise _no_weight()
+    return total
 
 
 def _collect_over(team: Team, request: Request, data: Any, *, progress: bool) -> tuple[Information, Batch | None]:
@@ -429,7 +444,7 @@ class _Pass:
         """The same with the positions that count."""
         task, network = self.task, self.task.network
         if isinstance(network, HeadNetwork):
-            rows = positions.rows(network, batch, task.n_classes)
+            rows = positions.rows(network, batch, task.n_classes, task.class_weights)
             self.n_positions += len(rows)
             if not len(rows):
                 return torch.zeros(0, task.n_classes, device=network.device), rows.labels, rows.weights
@@ -442,8 +457,8 @@ class _Pass:
         every = replace(positions, share=1.0)
         keep, labels, _ = every.counted(flat, (len(batch), len(logits) // len(batch)), task.n_classes)
         self.n_positions += int(keep.sum())
-        factors = None if batch.weights is None else batch.weights[:, None].expand(keep.shape)[keep]
-        return logits[keep.flatten()], None if labels is None else labels[keep], factors
+        named = None if labels is None else labels[keep]
+        return logits[keep.flatten()], named, position_weights(batch, keep, named, task.class_weights)
 
     def _with_labels(self, prepared: Batch) -> Batch:
         """The batch with its labels as the kind of outputs reads them."""
@@ -467,7 +482,7 @@ class _Pass:
             total = self.accumulator.finish()
         likelihood = None if self.likelihood is None else float(self.likelihood)
         positions = self.task.positions
-        if positions is not None and self.count and not self.n_positions:
+        if positions is not None and not self.n_positions and not may_be_empty:
             raise LabelError(
                 f"No position of the data counts: expected some with a label other than {positions.ignore_index}, in "
                 "places that the attention mask keeps."
@@ -477,7 +492,7 @@ class _Pass:
             likelihood = None if likelihood is None else likelihood / positions.share
         n_samples = self.plain + float(self.mass) if self.is_weighted else self.plain
         if n_samples == 0 and not may_be_empty:
-            raise DataError("All weights are zero: expected at least one sample that counts.")
+            raise _no_weight()
         return Information(
             task=self.task,
             total=total,
@@ -517,6 +532,10 @@ def collect_several(
     return results
 
 
+def _no_weight() -> DataError:
+    return DataError("All weights are zero: expected at least one sample that counts.")
+
+
 def require_class_weights(weights: Any, classes: int) -> tuple[float, ...] | None:
     """The weight of each class, checked; None if there are none."""
     if weights is None:
@@ -544,6 +563,8 @@ def _sample_weights(task: Task, batch: Batch, checks: Checks) -> Float[Tensor, "
             "class_weights weigh each sample by its label, and a batch has no labels; expected batches (x, labels), or "
             "weights of the samples in place of class_weights."
         )
+    if task.positions is not None:
+        return own  # every position has a label of its own
     labels = task.kind.labels_of(batch.labels, size=size, columns=task.n_classes, device=device, checks=checks)
     # A label out of range is reported by `checks`; it must not stop the device before that.
     by_class = torch.tensor(task.class_weights, dtype=torch.float64, device=device)

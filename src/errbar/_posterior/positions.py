@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from errbar._base.checks import Checks
@@ -40,16 +42,37 @@ def logits_of_positions(
     return _of_draws(task, factor, calibration, batch, require_samples(samples), require_seed(seed))
 
 
-def prediction_by_parameters(logits: Tensor, leading: tuple[int, ...], classes: int) -> PositionsPrediction:
+def prediction_by_parameters(task: Task, logits: Tensor, leading: tuple[int, ...]) -> PositionsPrediction:
     """The prediction of logits (B, S·M, K), or (B·S, M, K), that were drawn with their parameters."""
-    values = probabilities_(logits.reshape(-1, classes, logits.shape[-1]), CLASSES)
-    return PositionsPrediction.of(Prediction.from_sampler(GivenSampler(values)), leading)
+    values = probabilities_(logits.reshape(-1, task.n_classes, logits.shape[-1]), CLASSES)
+    return PositionsPrediction.of(Prediction.from_sampler(GivenSampler(values)), leading, ignored_by(task))
+
+
+def not_for_positions(what: str) -> ArgumentError:
+    """Why an argument cannot be had with `outputs="positions"`."""
+    return ArgumentError(f"{what} for one PMF of each input, and here every position has its own; leave it out.")
+
+
+def ignored_by(task: Task) -> int:
+    """The label of positions without one."""
+    assert task.positions is not None
+    return task.positions.ignore_index
 
 
 def leading_shape(task: Task, batch: Batch) -> tuple[int, ...]:
     """(B, *S) of a batch that is prepared for the whole network."""
     with torch.no_grad():
         return tuple(_whole(task).shaped(batch).shape[:-1])
+
+
+def counted_positions(
+    task: Task, batch: Batch, leading: tuple[int, ...]
+) -> tuple[Bool[Tensor, "B *S"], Int[Tensor, "B *S"] | None, Int[Tensor, "B *S"]]:
+    """Which positions of a batch count, their labels if there are any, and a key for each, whatever share a fit took:
+    those that an attention mask keeps and, where there are labels, that have one."""
+    assert task.positions is not None
+    prepared = _whole(task).prepare(batch, Checks(task.network.device))
+    return replace(task.positions, share=1.0).counted(prepared, leading, task.n_classes)
 
 
 def _whole(task: Task) -> PositionsNetwork:
@@ -89,7 +112,7 @@ def _of_head(task: Task, factor: Factor, calibration: Calibration, batch: Batch)
             parts = structure_called(task.structure).gaussians(task, factor, rows.rows(start, stop))
             return LogitGaussian.concatenated(list(parts)).calibrated(calibration)
 
-    return PositionLogits(gaussians_of, leading, task.n_classes, mean.to(network.dtype))
+    return PositionLogits(gaussians_of, leading, task.n_classes, mean.to(network.dtype), ignored_by(task))
 
 
 def _of_draws(
@@ -111,4 +134,4 @@ def _of_draws(
         deviations = pushed_deviations(task, factor, batch, samples, seed).to(mean.dtype)
     rows = deviations.reshape(len(mean), task.n_classes, samples)
     drawn = LogitGaussian(mean, DrawnCovariance(rows)).calibrated(calibration)
-    return PositionLogits(lambda start, stop: drawn[start:stop], leading, task.n_classes, mean)
+    return PositionLogits(lambda start, stop: drawn[start:stop], leading, task.n_classes, mean, ignored_by(task))

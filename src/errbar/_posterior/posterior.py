@@ -45,7 +45,13 @@ from errbar._model.positions import IGNORE_INDEX, HeadNetwork, with_shapes_of_mo
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
 from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
 from errbar._posterior.information import Information
-from errbar._posterior.positions import DRAWS, leading_shape, logits_of_positions, prediction_by_parameters
+from errbar._posterior.positions import (
+    DRAWS,
+    leading_shape,
+    logits_of_positions,
+    not_for_positions,
+    prediction_by_parameters,
+)
 from errbar._posterior.prior import Prior
 from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
 from errbar._posterior.width import warn_of_width
@@ -158,10 +164,7 @@ class Posterior:
         """
         if self.information.task.positions is not None:
             if top is not None or differentiable:
-                raise ArgumentError(
-                    "top= and differentiable= are for one PMF of each input, and here every position has its own; "
-                    "leave them out."
-                )
+                raise not_for_positions("top= and differentiable= are")
             of_positions: Any = self.position_logits(x, DRAWS, unpack=unpack)
             return of_positions  # type: ignore[no-any-return]
         if differentiable:
@@ -250,6 +253,8 @@ class Posterior:
                 constants: gradients of them are neither computed nor left in the model.
         """
         if differentiable:
+            if self.information.task.positions is not None:
+                raise not_for_positions("differentiable= is")
             gaussian = self._logits_with_graph(x, None, unpack)
             with graph_execution(gaussian.mean.device):
                 return gaussian.predict(samples, seed, draws=draws)
@@ -369,7 +374,7 @@ class Posterior:
             checks.finish()
             if self.information.task.positions is not None:
                 leading = leading_shape(self.information.task, whole)
-                return prediction_by_parameters(torch.stack(draws, 2), leading, self.information.n_classes)
+                return prediction_by_parameters(self.information.task, torch.stack(draws, 2), leading)
         samples_of_all = probabilities_(torch.stack(draws, 2), network.kind)
         return prediction_of(GivenSampler(samples_of_all, network.kind))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import errbar
 from errbar._base.progress import track
 from errbar._model.batch import batches, count_batches
-from errbar._model.positions import position_labels
+from errbar._posterior.positions import counted_positions
 from errbar.cli.inputs import Source
 from errbar.cli.session import Session, table
 from errbar.errors import ArgumentError, LabelError
@@ -73,15 +73,17 @@ def evaluate_positions(
     inputs = positions = 0
     loader = source.loader()
     for batch in track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress):
-        for name, variant in variants.items():
-            pmf = variant.predict(batch, samples, seed).pmf.cpu().double()
-            labels = position_labels(
-                batch.labels, tuple(pmf.shape[:-1]), task.n_classes, task.positions.ignore_index, pmf.device
-            )
-            named = labels != task.positions.ignore_index
-            sums[name].add(pmf[named], labels[named])
-        inputs += len(pmf)
-        positions += int(named.sum())
+        if batch.labels is None:
+            raise LabelError(f"The data {source.where} have no labels; expected one for each position.")
+        pmfs = {name: variant.predict(batch, samples, seed).pmf.cpu().double() for name, variant in variants.items()}
+        leading = tuple(next(iter(pmfs.values())).shape[:-1])
+        keep, labels, _ = counted_positions(task, batch, leading)
+        assert labels is not None
+        named, truth = keep.cpu(), labels[keep].cpu()
+        for name, pmf in pmfs.items():
+            sums[name].add(pmf[named], truth)
+        inputs += leading[0]
+        positions += len(truth)
     if not positions:
         raise LabelError(f"No position of the data {source.where} has a label; expected some that are not ignored.")
     scores = {name: own.scores() for name, own in sums.items()}

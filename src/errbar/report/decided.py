@@ -15,11 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar._base.checks import Checks
-from errbar._curvature.positions import Positions
 from errbar._distributions.prediction import Prediction
 from errbar._model.batch import Batch
 from errbar._model.outputs import LABELS
+from errbar._posterior.positions import counted_positions
 from errbar._posterior.posterior import Posterior
 from errbar.errors import DataError, LabelError
 from errbar.report.observing import AFTER, BEFORE, NETWORK, Fingerprint, Observation
@@ -186,11 +185,8 @@ def _counted(
     posterior: Posterior, batch: Batch, prediction: Prediction
 ) -> tuple[Bool[Tensor, "B *S"], Int[Tensor, "B *S"] | None, Int[Tensor, "B *S"]]:
     """Which positions count, their labels, and a key for each."""
-    task = posterior.information.task
-    assert task.positions is not None
-    every = Positions(task.positions.head, ignore_index=task.positions.ignore_index)
-    prepared = task.network.prepare_whole(batch, Checks(task.network.device))
-    keep, labels, keys = every.counted(prepared, tuple(prediction.pmf.shape[:-1]), task.n_classes)
+    leading = tuple(prediction.pmf.shape[:-1])
+    keep, labels, keys = counted_positions(posterior.information.task, batch, leading)
     return keep.cpu(), None if labels is None else labels.cpu(), keys.cpu()
 
 
