@@ -156,7 +156,7 @@ class Desk:
             raise
 
     def _deliver(self, finish: Callable[[], None]) -> None:
-        """All answers of a batch by one call of the loop, since each call wakes it and hands it the interpreter's lock."""
+        """All answers of a batch by one call, since each wakes the loop and hands it the interpreter's lock."""
         if self._loop is not None:
             # Of a loop that is closed nobody waits.
             with suppress(RuntimeError):
