@@ -27,10 +27,11 @@ docs: setup
 	PYTHONPATH=website $(BIN)/zensical build --strict --clean
 	$(BIN)/python website/check.py build/site
 
-# Redraws the pictures of the documentation and refreshes what its code prints.
+# Redraws the pictures of the documentation and refreshes what its code and the notebooks print.
 docs-refresh: setup
 	$(BIN)/python website/pictures.py
 	$(BIN)/python website/pages.py --refresh $(if $(DATA),--data $(DATA))
+	$(BIN)/python website/notebooks.py
 
 # One process per core, one thread per process: the tests are many and small. Each process takes neighbouring tests, so
 # that what a module prepares once is not prepared by all of them.

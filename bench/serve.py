@@ -53,6 +53,7 @@ def serve(kind: str) -> None:
         limits, engine = Limits(), "torch" if "torch" in kind else "onnx"
         service = Service((made.with_engine(engine),))
         server = server_for(application(service, limits, log=Log(enabled=False)), limits, Log(enabled=False))
+    bound.listen(128)  # connections wait until the server takes them
     print(port, flush=True)
     server.run(sockets=[bound])
 

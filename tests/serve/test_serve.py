@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import errbar
 import serving
 from errbar.errors import ArgumentError, DataError, MismatchError
 from errbar.serve import schemas
+from errbar.serve.app import Json
 from errbar.serve.batching import Batcher
 from errbar.serve.compute import leading
 from errbar.serve.limits import Limits, Refusal
@@ -308,6 +310,32 @@ def test_what_waits_is_computed_together_up_to_a_batch() -> None:
     assert [future.result(20) for future in futures] == [0, 2, 4, 6, 8, 10]
     assert gate.batches == [[0], [1, 2], [3, 4], [5]]
     batcher.close()
+
+
+def test_the_answers_of_a_batch_are_delivered_together() -> None:
+    gate = Gate()
+    deliveries: list[Callable[[], None]] = []
+    batcher = Batcher(gate, Limits(), deliver=deliveries.append)
+    futures = [batcher.submit(0, 1)]
+    assert gate.entered.wait(20)
+    futures += [batcher.submit(number, 1) for number in (1, -1, 2)]
+    gate.open.set()
+    batcher.close(20)
+    assert len(deliveries) == 2
+    assert not any(future.done() for future in futures)
+    for finish in deliveries:
+        finish()
+    assert [futures[place].result(0) for place in (0, 1, 3)] == [0, 2, 4]
+    with pytest.raises(DataError, match="Negative"):
+        futures[2].result(0)
+
+
+def test_an_answer_is_json_whatever_classes_are_called() -> None:
+    answer = {"class": "NaN", "pmf": [0.1, 1e-30, 1.0], "rank": None, "name": "Infinity, ü"}
+    assert json.loads(bytes(Json(answer).body)) == answer
+    for number in (math.nan, -math.inf):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            Json({"pmf": [number]})
 
 
 def test_one_bad_input_spoils_no_other_answer() -> None:

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from errbar.serve.limits import Limits, busy
 
@@ -29,11 +30,16 @@ class _Job(Generic[Work, Answer]):
     future: Future[Answer] = field(default_factory=Future)
 
 
+# A job with its answer, or with what was raised instead.
+_Outcome = tuple[_Job[Work, Answer], Answer | None, Exception | None]
+
+
 class Batcher(Generic[Work, Answer]):
     """`compute` maps a list of work items to their answers; only one thread calls it.
 
     If it raises, each item of the batch is computed alone, so that one bad input does not affect other answers.
-    `observe(inputs, seconds)` is called after each batch.
+    `observe(inputs, seconds)` is called after each batch, and `deliver(finish)` once for all answers of it: `finish`
+    completes the futures in whatever thread calls it.
     """
 
     def __init__(
@@ -41,10 +47,12 @@ class Batcher(Generic[Work, Answer]):
         compute: Callable[[Sequence[Work]], Sequence[Answer]],
         limits: Limits,
         observe: Callable[[int, float], None] = lambda inputs, seconds: None,
+        deliver: Callable[[Callable[[], None]], None] = lambda finish: finish(),
     ) -> None:
         self._compute = compute
         self._limits = limits
         self._observe = observe
+        self._deliver = deliver
         self._jobs: deque[_Job[Work, Answer]] = deque()
         self._inputs = 0
         self._seconds_per_input = 0.005
@@ -92,10 +100,11 @@ class Batcher(Generic[Work, Answer]):
             if not live_jobs:
                 continue
             start = time.perf_counter()
-            self._finish(live_jobs)
+            outcomes = self._outcomes(live_jobs)
             seconds, inputs = time.perf_counter() - start, sum(job.inputs for job in live_jobs)
             self._seconds_per_input += 0.2 * (seconds / inputs - self._seconds_per_input)
             self._observe(inputs, seconds)
+            self._deliver(partial(_finish, outcomes))
 
     def _take(self) -> list[_Job[Work, Answer]]:
         """The next batch: at least one job, or none once the queue is closed."""
@@ -111,15 +120,19 @@ class Batcher(Generic[Work, Answer]):
                 room -= job.inputs if self._limits.batch_inputs > 1 else math.inf
             return batch
 
-    def _finish(self, jobs: Sequence[_Job[Work, Answer]]) -> None:
+    def _outcomes(self, jobs: Sequence[_Job[Work, Answer]]) -> list[_Outcome[Work, Answer]]:
         try:
             answers = self._compute([job.work for job in jobs])
         except Exception as error:
             if len(jobs) == 1:
-                jobs[0].future.set_exception(error)
-                return
-            for job in jobs:
-                self._finish([job])
-            return
-        for job, answer in zip(jobs, answers, strict=True):
+                return [(jobs[0], None, error)]
+            return [outcome for job in jobs for outcome in self._outcomes([job])]
+        return [(job, answer, None) for job, answer in zip(jobs, answers, strict=True)]
+
+
+def _finish(outcomes: Sequence[_Outcome[Any, Any]]) -> None:
+    for job, answer, error in outcomes:
+        if error is None:
             job.future.set_result(answer)
+        else:
+            job.future.set_exception(error)

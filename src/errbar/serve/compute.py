@@ -136,13 +136,14 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
 
 def is_usual(served: Served, options: AnswerOptions) -> bool:
     """Whether a request leaves T, T_c, c, samples and seed as they are, so that answers can be compared."""
-    own = served.posterior.calibration
+    if (options.samples, options.seed) != (SAMPLES, SEED):
+        return False
     chosen = options.temperature, options.covariance_scale, options.softening
-    is_own = all(
-        value is None or value == mine
-        for value, mine in zip(chosen, (own.temperature, own.covariance_scale, own.softening), strict=True)
-    )
-    return is_own and (options.samples, options.seed) == (SAMPLES, SEED)
+    if chosen == (None, None, None):
+        return True
+    own = served.posterior.calibration
+    mine = own.temperature, own.covariance_scale, own.softening
+    return all(value is None or value == known for value, known in zip(chosen, mine, strict=True))
 
 
 def _by_graph(served: Served, works: Sequence[Predict]) -> dict[int, Answer]:
