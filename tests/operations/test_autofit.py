@@ -294,14 +294,41 @@ def test_the_rows_are_in_order_and_their_differences_are_to_temperature_scaling(
 
 def test_the_table_has_a_row_for_the_softmax_and_for_temperature_scaling(choice: Choice) -> None:
     lines = str(choice).splitlines()
-    assert lines[0].split()[:2] == ["parameters", "structure"]
+    assert lines[0].split()[:5] == ["prior", "T", "T_c", "c", "NLL"]
     assert lines[1].startswith("softmax ")
     assert lines[2].startswith("T alone ")
     assert f"{choice.baselines[1].nll:.4f}" in lines[2]
-    assert len(lines) == 3 + len(choice.rows) + 1
-    assert sum(line.endswith("chosen") for line in lines) == 1
-    assert lines[-1] == choice.reason
+    # One candidate: its costs, its rows, and the reason.
+    assert lines[3].startswith("last layer (dense): n = 21, fit ")
+    assert len(lines) == 4 + len(choice.rows) + 1
+    assert sum(line.startswith("* ") for line in lines[:-1]) == 1
+    assert lines[-1] == f"* {choice.reason}"
     assert choice.reason.startswith("Chosen: last layer (dense)")
+
+
+def test_the_table_fits_into_100_columns(choice: Choice) -> None:
+    row = replace(
+        choice.rows[0],
+        parameters="last layer and vectors",
+        structure="lowrank",
+        fisher="sampled",
+        n_parameters=11_173_962,
+        prior=1e4,
+        prior_by="evidence",
+        temperature=0.0384,
+        covariance_scale=1.2e-05,
+        softening=1.1e3,
+        seconds=123.0,
+        microseconds=123_456.0,
+        bytes=10**9 + 1,
+    )
+    wide = replace(choice, rows=(row, *choice.rows), chosen=row)
+    *lines, reason = str(wide).splitlines()
+    assert lines[3].startswith("last layer and vectors (lowrank, drawn): n = 11,173,962, fit 123 s, ")
+    assert reason.startswith("* Chosen: ")
+    # The second candidate is another one, so it has a line of its own.
+    assert len(lines) == 3 + 2 + 1 + len(choice.rows)
+    assert max(map(len, lines)) <= 100
 
 
 class _Tags(HTMLParser):
