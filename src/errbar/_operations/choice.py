@@ -15,6 +15,7 @@ from errbar._distributions.calibration import Calibration
 from errbar._files.choice_table import ChoiceTable
 from errbar._files.save import save_posterior
 from errbar._operations.folds import standard_error
+from errbar._operations.links import Scores
 from errbar._posterior.posterior import Posterior
 
 # In nats per sample: how much worse than temperature scaling a candidate may be, out of fold, and how much worse it
@@ -118,6 +119,31 @@ def paired(losses: Float[Tensor, "N"], scaling: Float[Tensor, "N"], groups: Int[
     """The mean difference to temperature scaling, and half the width of its 95 % interval."""
     difference = losses - scaling
     return float(difference.mean()), _NORMAL_95 * standard_error(difference, groups)
+
+
+def scored_row(name: str, link: str, at: Calibration, own: Scores, scaling: Scores, groups: Int[Tensor, "N"]) -> Row:
+    """A baseline, or a candidate that is yet to be described."""
+    difference, half = paired(own.losses, scaling.losses, groups)
+    return Row(
+        parameters=name,
+        structure="",
+        fisher="",
+        n_parameters=0,
+        exact=False,
+        link=link,
+        **at.described(),
+        prior=0.0,
+        prior_by="",
+        nll=own.nll,
+        standard_error=standard_error(own.losses, groups),
+        ece=own.ece,
+        brier=own.brier,
+        difference=difference,
+        interval=(difference - half, difference + half),
+        seconds=0.0,
+        microseconds=0.0,
+        bytes=0,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,23 +299,42 @@ def _costs(row: Row) -> str:
 
 
 def reason_for(row: Row, rows: Sequence[Row]) -> str:
-    best = rows[0]
+    """`rows` by NLL; the best of them need not have passed the first step of the rule."""
+    lowest = rows[0]
     fitted = row.link if row.prior_by == "default" else f"{row.link} and the prior by {row.prior_by}"
     start = f"Chosen: {row.parameters} ({row.structure}), with {fitted}: {_against(row)}"
-    if row is best:
+    if row is lowest:
         return f"{start}, the best of {len(rows)}."
+    best = next(other for other in rows if other is row or _has_passed(other))
+    if best is row:
+        low, high = lowest.interval
+        return (
+            f"{start}, the best of those that are surely as good as that; the lowest NLL ({_in_brief(lowest)} "
+            f"[{low:+.4f}, {high:+.4f}]) is not."
+        )
     near = "two standard errors" if row.exact else "a standard error"
     return (
-        f"{start}; the best by NLL ({best.parameters}, {best.structure}, {best.link}: {best.difference:+.4f}) is "
-        f"within {near} of that, and this one has {_advantage(row, best)}."
+        f"{start}; the best by NLL ({_in_brief(best)}) is within {near} of that, and this one has "
+        f"{_advantage(row, best)}."
     )
+
+
+def _has_passed(row: Row) -> bool:
+    """`is_as_good`, by what a row has."""
+    return row.difference <= TOLERANCE and row.interval[1] <= AT_MOST
+
+
+def _in_brief(row: Row) -> str:
+    return f"{row.parameters}, {row.structure}, {row.link}: {row.difference:+.4f}"
 
 
 def _advantage(row: Row, best: Row) -> str:
     """By which step of the rule the row comes before the best."""
     if row.n_parameters * row.exact > best.n_parameters * best.exact:
         return "more parameters in an exact structure"
-    return "a softening" if row.softening and not best.softening else "a prior that the held-out data did not choose"
+    if bool(row.softening) != bool(best.softening):
+        return "a softening"
+    return "a prior that the held-out data did not choose"
 
 
 def _against(row: Row) -> str:
