@@ -47,7 +47,7 @@ def test_people_read_the_table(workspace: Workspace, tmp_path: Path) -> None:
     result = run(*AUTOFIT, *validation, *ONE, "--no-progress", "-o", str(output))
     assert result.code == 0, result
     lines = result.out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["parameters", "softmax", "T"]
+    assert [line.split()[:2] for line in lines[:3]] == [["prior", "T"], ["softmax", "1"], ["T", "alone"]]
     assert lines[-1].startswith(f"Saved: {output}, ")
     assert errbar.info(output).choice is not None
 

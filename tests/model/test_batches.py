@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import errbar
-from errbar._model.batch import Batch, joined, to_batch
+from errbar._model.batch import Batch, joined, pieces, to_batch
 
 DOUBLE = torch.float64
 
@@ -630,3 +630,14 @@ def test_nothing_is_said_of_what_does_not_look_like_weights_or_is_meant() -> Non
     posterior.update(data)
     posterior.predict(data[0], 10)
     errbar.fit(model, [(x, labels())], last_layers=1).predict(data[0], 10)
+
+
+def test_a_batch_comes_in_pieces_where_all_of_it_can_be_cut() -> None:
+    x, y = torch.arange(10.0)[:, None], torch.arange(10)
+    cut = list(pieces(to_batch((x, y)), 4))
+    assert [len(part) for part in cut] == [4, 4, 2]
+    assert torch.equal(torch.cat([part.labels for part in cut]), y)
+    assert torch.equal(torch.cat([part.args[0] for part in cut]), x)
+    # Labels that are no tensor yet stay with their inputs.
+    assert [len(part) for part in pieces(to_batch((x, y.tolist())), 4)] == [10]
+    assert [len(part) for part in pieces(to_batch((x, y)), None)] == [10]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import errbar
 from errbar._distributions.calibration import Calibration
 from errbar._operations import autofit as module
-from errbar._operations.choice import Choice, Row, Trial, best_trial
+from errbar._operations.choice import Choice, Row, Trial, best_trial, reason_for
 from errbar._operations.folds import divided, group_numbers, standard_error
 from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 
@@ -294,14 +294,41 @@ def test_the_rows_are_in_order_and_their_differences_are_to_temperature_scaling(
 
 def test_the_table_has_a_row_for_the_softmax_and_for_temperature_scaling(choice: Choice) -> None:
     lines = str(choice).splitlines()
-    assert lines[0].split()[:2] == ["parameters", "structure"]
+    assert lines[0].split()[:5] == ["prior", "T", "T_c", "c", "NLL"]
     assert lines[1].startswith("softmax ")
     assert lines[2].startswith("T alone ")
     assert f"{choice.baselines[1].nll:.4f}" in lines[2]
-    assert len(lines) == 3 + len(choice.rows) + 1
-    assert sum(line.endswith("chosen") for line in lines) == 1
-    assert lines[-1] == choice.reason
+    # One candidate: its costs, its rows, and the reason.
+    assert lines[3].startswith("last layer (dense): n = 21, fit ")
+    assert len(lines) == 4 + len(choice.rows) + 1
+    assert sum(line.startswith("* ") for line in lines[:-1]) == 1
+    assert lines[-1] == f"* {choice.reason}"
     assert choice.reason.startswith("Chosen: last layer (dense)")
+
+
+def test_the_table_fits_into_100_columns(choice: Choice) -> None:
+    row = replace(
+        choice.rows[0],
+        parameters="last layer and vectors",
+        structure="lowrank",
+        fisher="sampled",
+        n_parameters=11_173_962,
+        prior=1e4,
+        prior_by="evidence",
+        temperature=0.0384,
+        covariance_scale=1.2e-05,
+        softening=1.1e3,
+        seconds=123.0,
+        microseconds=123_456.0,
+        bytes=10**9 + 1,
+    )
+    wide = replace(choice, rows=(row, *choice.rows), chosen=row)
+    *lines, reason = str(wide).splitlines()
+    assert lines[3].startswith("last layer and vectors (lowrank, drawn): n = 11,173,962, fit 123 s, ")
+    assert reason.startswith("* Chosen: ")
+    # The second candidate is another one, so it has a line of its own.
+    assert len(lines) == 3 + 2 + 1 + len(choice.rows)
+    assert max(map(len, lines)) <= 100
 
 
 class _Tags(HTMLParser):
@@ -428,6 +455,51 @@ def test_where_nothing_is_as_good_as_temperature_scaling_the_covariance_is_small
     assert 0 <= none.posterior.covariance_scale <= 1
 
 
+def test_the_reason_names_the_best_of_those_that_passed(choice: Choice) -> None:
+    base = replace(choice.rows[0], parameters="all", structure="dense", exact=True, link="T, T_c", softening=0.0)
+    risky = replace(base, nll=0.50, difference=-0.02, interval=(-0.06, 0.02), parameters="risky")
+    best = replace(base, nll=0.51, difference=-0.01, interval=(-0.015, -0.005), prior_by="nll")
+    near = replace(best, nll=0.511, difference=-0.009, prior_by="evidence", n_parameters=base.n_parameters + 1)
+    rows = (risky, best, near)
+    assert reason_for(risky, rows).endswith("-0.0200 against temperature scaling, the best of 3.")
+    assert reason_for(best, rows).endswith(
+        "the best of those that are surely as good as that; the lowest NLL (risky, dense, T, T_c: -0.0200 "
+        "[-0.0600, +0.0200]) is not."
+    )
+    assert reason_for(near, rows).endswith(
+        "; the best by NLL (all, dense, T, T_c: -0.0100) is within two standard errors of that, and this one has more "
+        "parameters in an exact structure."
+    )
+    for structure, softening, advantage in (("dense", 0.5, "a softening"), ("kron", 0.0, "a prior that the held-out")):
+        other = replace(near, n_parameters=best.n_parameters, softening=softening, exact=structure == "dense")
+        assert f"this one has {advantage}" in reason_for(other, rows)
+
+
+def test_within_a_limit_large_batches_are_taken_in_parts(
+    choice: Choice, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[float] = []
+    sizes: list[int] = []
+    left, gaussians = module._Search.left, module.logits_of_each
+
+    def looked_at(self: module._Search) -> float:
+        ticks.append(left(self))
+        return ticks[-1]
+
+    def read(posteriors: Any, batch: Any) -> Any:
+        sizes.append(len(batch))
+        return gaussians(posteriors, batch)
+
+    monkeypatch.setattr(module._Search, "left", looked_at)
+    monkeypatch.setattr(module, "logits_of_each", read)
+    monkeypatch.setattr(module, "_AT_ONCE", 128)
+    limited = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, seconds=500)
+    assert sizes == [128, 128, 44]
+    # Each trial of the prior by the evidence looks at the clock too.
+    assert len(ticks) > 20
+    assert [row.nll for row in limited.rows] == pytest.approx([row.nll for row in choice.rows], abs=1e-6)
+
+
 def test_information_that_was_collected_already_is_a_candidate(
     choice: Choice, model: nn.Module, tmp_path: Path
 ) -> None:
@@ -519,6 +591,10 @@ def test_what_does_not_fit_into_the_memory_of_the_device_is_tried_alone_and_then
             "There are 4 held-out samples for folds=5; expected at least one for each fold. Give more held-out data",
         ),
         ({"groups": [0, 1] * 150}, DataError, "There are 2 groups of held-out samples for folds=5"),
+        ({"groups": [0] * 300}, DataError, "All held-out samples are one group for folds=5; expected at least one"),
+        ({"groups": 5}, ArgumentError, "groups is or returns 5; expected one value for each held-out sample, or a"),
+        ({"groups": lambda batch: 5}, ArgumentError, "groups is or returns 5; expected one value for each"),
+        ({"groups": "train"}, ArgumentError, "groups is or returns 'train'; expected one value for each"),
         ({"groups": [0, 1]}, DataError, "groups has 2 values; expected one for each of the 300 held-out samples"),
         ({"folds": 1}, ArgumentError, "folds is 1; expected a whole number of 2 or more"),
         ({"folds": 2.5}, ArgumentError, "folds is 2.5; expected a whole number"),

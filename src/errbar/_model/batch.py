@@ -188,6 +188,15 @@ def _packed_rows(packed: PackedSequence, start: int, stop: int) -> PackedSequenc
     return pack_padded_sequence(padded[start:stop], row_lengths, batch_first=True, enforce_sorted=in_order)
 
 
+def pieces(batch: Batch, size: int | None) -> Iterator[Batch]:
+    """The samples in parts of `size`; whole without one, and where what belongs to them is no tensor yet."""
+    own = (batch.labels, batch.weights, batch.keys)
+    if size is None or not all(part is None or isinstance(part, Tensor) for part in own):
+        yield batch
+    else:
+        yield from batch.parts(size)
+
+
 def joined(inputs: Sequence[Batch]) -> Batch:
     """Batches of one sample each, without labels, as one batch."""
     first = inputs[0]

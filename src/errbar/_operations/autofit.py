@@ -26,13 +26,14 @@ from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, count_batches, in_order, with_raw
+from errbar._model.batch import Batch, Unpack, count_batches, in_order, pieces, with_raw
 from errbar._model.network import Output
 from errbar._model.outputs import require_classes_alone
 from errbar._operations.candidates import Candidate, Listed, Question, listed_candidates
-from errbar._operations.choice import Choice, Row, Trial, best_trial, is_as_good, paired, reason_for, reason_without
-from errbar._operations.choose_prior import choose_prior
-from errbar._operations.folds import Groups, read_folds, require_folds, standard_error
+from errbar._operations.choice import Choice, Row, Trial, best_trial, is_as_good, reason_for, reason_without, scored_row
+from errbar._operations.choose_prior import PRECISIONS as EVIDENCE_PRECISIONS
+from errbar._operations.choose_prior import prior_by_evidence
+from errbar._operations.folds import Groups, read_folds, require_folds
 from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
 from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
 from errbar._operations.overlap import Overlap
@@ -50,8 +51,10 @@ _FEW_PRECISIONS = (1.0, 100.0)
 # A factorisation that takes longer is not repeated for many priors; nor are the draws of more classes held for many.
 _QUICK, _FEW_CLASSES = 2.0, 100
 _FINAL_DRAWS, _KEPT_DRAWS = 1000, 1000
-# Shares of the time: of one pass for several candidates, and what is left for the last fit.
-_SHARE_OF_PASS, _SHARE_AT_END = 0.4, 0.08
+# The share of the time that is left for the last fit.
+_SHARE_AT_END = 0.08
+# Samples between two looks at the clock, where the time is limited and batches are larger.
+_AT_ONCE = 256
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
 
 _NO_ROOT = "The covariance of the logits is not positive semi-definite."
@@ -124,7 +127,7 @@ def autofit(
     if limit is not None and tried[0].fit_seconds(question.samples or 1) > limit:
         raise ArgumentError(
             f"seconds is {seconds!r}, and the cheapest candidate alone ({tried[0].label}) takes about "
-            f"{tried[0].fit_seconds(question.samples or 1):.0f} s to fit; expected more time, or fewer training data."
+            f"{tried[0].fit_seconds(question.samples or 1):.2g} s to fit; expected more time, or fewer training data."
         )
     search.try_all(tried)
     if not search.tried:
@@ -229,6 +232,10 @@ class _Search:
         if self.team.is_alone and self.left() < 0:
             raise _TimeIsUpError
 
+    def _at_once(self) -> int | None:
+        """Samples between two looks at the clock; None for whole batches."""
+        return None if self.seconds is None else _AT_ONCE
+
     # ------------------------------------------------------------------------------------------------- trying
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
@@ -317,7 +324,9 @@ class _Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StructureNotice)
             if self.team.is_alone:
-                return collect_several(requests, self.train, progress=self.progress, tick=self.tick)
+                return collect_several(
+                    requests, self.train, progress=self.progress, tick=self.tick, at_once=self._at_once()
+                )
             results = []
             for request in requests:
                 begin = time.monotonic()
@@ -384,8 +393,7 @@ class _Search:
             is_quick = self.team.broadcast(is_quick)
             prior = Prior(1.0)
             if information.log_likelihood is not None:
-                grid = {} if is_quick else {"precisions": _FEW_PRECISIONS}
-                prior = choose_prior(information, **grid)  # type: ignore[arg-type]
+                prior = prior_by_evidence(information, EVIDENCE_PRECISIONS if is_quick else _FEW_PRECISIONS, self.tick)
             by_evidence = condition(information, prior)
             others = []
             for precision in PRECISIONS if is_quick else _FEW_PRECISIONS:
@@ -409,7 +417,7 @@ class _Search:
             nonlocal seconds, count
             parts: list[list[LogitGaussian]] = [[] for _ in posteriors]
             labels: list[Tensor] = []
-            for batch in stream:
+            for batch in (part for whole in stream for part in pieces(whole, self._at_once())):
                 self.tick()
                 begin = time.perf_counter()
                 for part, gaussian in zip(parts, self._gaussians(posteriors, batch), strict=True):
@@ -461,7 +469,7 @@ class _Search:
             ("softmax", "", Calibration(1.0, 0.0), plain),
             ("T alone", "T", calibration, scores),
         ):
-            rows.append(_row_of(name, link, at, own, scores, self.groups))
+            rows.append(scored_row(name, link, at, own, scores, self.groups))
         self.baselines = rows[0], rows[1]
 
     def _row(
@@ -474,7 +482,7 @@ class _Search:
         microseconds: float,
     ) -> Row:
         assert self.scaling is not None
-        row = _row_of(
+        row = scored_row(
             candidate.label, _LINK_NAMES[len(link.names)], link.calibration, link.scores, self.scaling[1], self.groups
         )
         precision = posterior.prior.precision
@@ -557,30 +565,6 @@ class _Search:
 
         result: Calibration = self.team.broadcast(self.team.together(run))
         return result
-
-
-def _row_of(name: str, link: str, at: Calibration, own: Scores, scaling: Scores, groups: Int[Tensor, "N"]) -> Row:
-    difference, half = paired(own.losses, scaling.losses, groups)
-    return Row(
-        parameters=name,
-        structure="",
-        fisher="",
-        n_parameters=0,
-        exact=False,
-        link=link,
-        **at.described(),
-        prior=0.0,
-        prior_by="",
-        nll=own.nll,
-        standard_error=standard_error(own.losses, groups),
-        ece=own.ece,
-        brier=own.brier,
-        difference=difference,
-        interval=(difference - half, difference + half),
-        seconds=0.0,
-        microseconds=0.0,
-        bytes=0,
-    )
 
 
 def _held_out_or_error(

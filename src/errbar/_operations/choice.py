@@ -15,6 +15,7 @@ from errbar._distributions.calibration import Calibration
 from errbar._files.choice_table import ChoiceTable
 from errbar._files.save import save_posterior
 from errbar._operations.folds import standard_error
+from errbar._operations.links import Scores
 from errbar._posterior.posterior import Posterior
 
 # In nats per sample: how much worse than temperature scaling a candidate may be, out of fold, and how much worse it
@@ -118,6 +119,31 @@ def paired(losses: Float[Tensor, "N"], scaling: Float[Tensor, "N"], groups: Int[
     """The mean difference to temperature scaling, and half the width of its 95 % interval."""
     difference = losses - scaling
     return float(difference.mean()), _NORMAL_95 * standard_error(difference, groups)
+
+
+def scored_row(name: str, link: str, at: Calibration, own: Scores, scaling: Scores, groups: Int[Tensor, "N"]) -> Row:
+    """A baseline, or a candidate that is yet to be described."""
+    difference, half = paired(own.losses, scaling.losses, groups)
+    return Row(
+        parameters=name,
+        structure="",
+        fisher="",
+        n_parameters=0,
+        exact=False,
+        link=link,
+        **at.described(),
+        prior=0.0,
+        prior_by="",
+        nll=own.nll,
+        standard_error=standard_error(own.losses, groups),
+        ece=own.ece,
+        brier=own.brier,
+        difference=difference,
+        interval=(difference - half, difference + half),
+        seconds=0.0,
+        microseconds=0.0,
+        bytes=0,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,37 +256,85 @@ def _cells(row: Row, note: str) -> tuple[str, ...]:
     )
 
 
+# The printed table: of a candidate one line with its costs, and below it its rows, so that all fits into 100 columns.
+_PRINTED = ("prior", "T", "T_c", "c", "NLL", "against T alone", "ECE %", "Brier")
+
+
 def table_of(choice: Choice) -> str:
-    cells = cells_of(choice)
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADERS))]
-    left = {0, 1, 3, len(HEADERS) - 1}
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
-    return "\n".join([*lines, choice.reason, *(f"Not tried: {note}" for note in choice.not_tried)])
+    rows = {
+        row: list(cells) for row, cells in zip((*choice.baselines, *choice.rows), cells_of(choice)[1:], strict=True)
+    }
+    columns = [HEADERS.index(name) for name in _PRINTED]
+
+    def line_of(row: Row) -> list[str]:
+        first, *rest = (rows[row][column] for column in columns)
+        return [("* " if row is choice.chosen else "  ") + first if row.structure else row.parameters, *rest]
+
+    candidates: dict[tuple[object, ...], list[Row]] = {}
+    for row in choice.rows:
+        candidates.setdefault((row.parameters, row.structure, row.fisher, row.n_parameters), []).append(row)
+    lines: list[str | list[str]] = [["  prior", *_PRINTED[1:]], *map(line_of, choice.baselines)]
+    for own in candidates.values():
+        lines += [_costs(own[0]), *map(line_of, own)]
+    cells = [line for line in lines if not isinstance(line, str)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_PRINTED))]
+
+    def laid_out(line: str | list[str]) -> str:
+        if isinstance(line, str):
+            return line
+        pairs = list(zip(line, widths, strict=True))
+        return "  ".join([pairs[0][0].ljust(pairs[0][1]), *(cell.rjust(width) for cell, width in pairs[1:])]).rstrip()
+
+    chosen = "" if choice.chosen is None else "* "
+    notes = (f"Not tried: {note}" for note in choice.not_tried)
+    return "\n".join([*map(laid_out, lines), chosen + choice.reason, *notes])
+
+
+def _costs(row: Row) -> str:
+    drawn = ", drawn" if row.fisher == "sampled" else ""
+    return (
+        f"{row.parameters} ({row.structure}{drawn}): n = {row.n_parameters:,}, fit {row.seconds:.3g} s, "
+        f"input {row.microseconds:,.0f} µs, {readable(row.bytes)}"
+    )
 
 
 def reason_for(row: Row, rows: Sequence[Row]) -> str:
-    best = rows[0]
+    """`rows` by NLL; the best of them need not have passed the first step of the rule."""
+    lowest = rows[0]
     fitted = row.link if row.prior_by == "default" else f"{row.link} and the prior by {row.prior_by}"
     start = f"Chosen: {row.parameters} ({row.structure}), with {fitted}: {_against(row)}"
-    if row is best:
+    if row is lowest:
         return f"{start}, the best of {len(rows)}."
+    best = next(other for other in rows if other is row or _has_passed(other))
+    if best is row:
+        low, high = lowest.interval
+        return (
+            f"{start}, the best of those that are surely as good as that; the lowest NLL ({_in_brief(lowest)} "
+            f"[{low:+.4f}, {high:+.4f}]) is not."
+        )
+    near = "two standard errors" if row.exact else "a standard error"
     return (
-        f"{start}. The best by NLL ({best.parameters}, {best.structure}, {best.link}, {best.difference:+.4f}) is not "
-        f"better by more than the standard error, and this one has {_advantage(row, best)}."
+        f"{start}; the best by NLL ({_in_brief(best)}) is within {near} of that, and this one has "
+        f"{_advantage(row, best)}."
     )
+
+
+def _has_passed(row: Row) -> bool:
+    """`is_as_good`, by what a row has."""
+    return row.difference <= TOLERANCE and row.interval[1] <= AT_MOST
+
+
+def _in_brief(row: Row) -> str:
+    return f"{row.parameters}, {row.structure}, {row.link}: {row.difference:+.4f}"
 
 
 def _advantage(row: Row, best: Row) -> str:
     """By which step of the rule the row comes before the best."""
     if row.n_parameters * row.exact > best.n_parameters * best.exact:
         return "more parameters in an exact structure"
-    return "a softening" if row.softening and not best.softening else "a prior that the held-out data did not choose"
+    if bool(row.softening) != bool(best.softening):
+        return "a softening"
+    return "a prior that the held-out data did not choose"
 
 
 def _against(row: Row) -> str:
@@ -268,12 +342,15 @@ def _against(row: Row) -> str:
 
 
 def reason_without(rows: Sequence[Row], at: Calibration) -> str:
-    low, high = rows[0].interval
-    best = f"the best, {rows[0].parameters}, has {rows[0].difference:+.4f} [{low:+.4f}, {high:+.4f}] nats"
-    start = f"No candidate is surely as good as temperature scaling ({best})"
+    (low, high), best = rows[0].interval, rows[0]
+    difference = f"{best.difference:+.4f} [{low:+.4f}, {high:+.4f}] nats"
+    start = (
+        "No candidate is surely as good as temperature scaling (the best against it: "
+        f"{best.parameters}, {best.structure}, {difference})"
+    )
     if at.covariance_scale == 0:
         return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
     return (
-        f"{start}: this is the cheapest one, with the largest T_c that costs at most 0.0003, and surely less than "
-        f"0.001: {at.covariance_scale:.2g}. More held-out data would allow more."
+        f"{start}: this is the cheapest one with T_c = {at.covariance_scale:.2g}, the largest that costs at most "
+        "0.0003 nats, and surely less than 0.001; more held-out data would allow more."
     )

@@ -66,6 +66,22 @@ def choose_prior(
     if not candidates:
         raise ArgumentError("precisions is empty; expected at least one positive number.")
     score = _score(by, data, require_samples(samples), seed, unpack or information.task.unpack)
+    return _best(information, score, candidates, by, per_layer, progress)
+
+
+def prior_by_evidence(information: Information, precisions: Sequence[float], tick: Callable[[], None]) -> Prior:
+    """`choose_prior` by the evidence, one precision for all; `tick` is called for each trial, and may raise."""
+
+    def score(posterior: Posterior) -> float:
+        tick()
+        return posterior.log_evidence()
+
+    return _best(information, score, sorted(precisions), "evidence", per_layer=False, progress=False)
+
+
+def _best(
+    information: Information, score: Score, candidates: list[float], by: str, per_layer: bool, progress: bool
+) -> Prior:
     values = [
         _of(score, information, Prior(precision))
         for precision in track(candidates, "Choosing the prior", enabled=progress)
@@ -211,5 +227,5 @@ def _warn_at_edge(precision: float, by: str) -> None:
         f"The best prior precision by {by} lies at the edge of the candidates, {precision:g}. Give others with "
         "precisions=, or take it as a sign that these data do not determine the prior.",
         CalibrationWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

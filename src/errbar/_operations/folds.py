@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def group_numbers(values: Sequence[Any], count: int) -> Int[Tensor, "N"]:
     >>> group_numbers(["a", "b", "a"], 3).tolist()
     [0, 1, 0]
     """
-    plain = values.tolist() if hasattr(values, "tolist") else list(values)
+    plain = _listed(values)
     if len(plain) != count:
         raise DataError(f"groups has {len(plain)} values; expected one for each of the {count} held-out samples.")
     numbers: dict[Any, int] = {}
@@ -83,7 +83,13 @@ def _raw_batches(team: Team, held_out: Any, unpack: Unpack | None) -> Iterator[t
 
 
 def _listed(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(plain, str) or not isinstance(plain, Iterable):
+        raise ArgumentError(
+            f"groups is or returns {values!r}; expected one value for each held-out sample, or a function from a batch "
+            "to the values of its samples."
+        )
+    return list(plain)
 
 
 def divided(groups: Int[Tensor, "N"], folds: int, seed: int) -> list[Int[Tensor, "n"]]:
@@ -91,9 +97,9 @@ def divided(groups: Int[Tensor, "N"], folds: int, seed: int) -> list[Int[Tensor,
     count = int(groups.max()) + 1 if len(groups) else 0
     if count < folds:
         what = "held-out samples" if count == len(groups) else "groups of held-out samples"
+        start = f"There are {count} {what}" if count != 1 else "All held-out samples are one group"
         raise DataError(
-            f"There are {count} {what} for folds={folds}; expected at least one for each fold. Give more held-out data "
-            "or fewer folds."
+            f"{start} for folds={folds}; expected at least one for each fold. Give more held-out data or fewer folds."
         )
     sizes = torch.bincount(groups, minlength=count).tolist()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

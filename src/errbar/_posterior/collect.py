@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, product
 from operator import add
 from typing import Any
 
@@ -39,7 +39,7 @@ from errbar._curvature.task import Task
 from errbar._distributed.shards import first_batch_of, opened, stream_of
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, checked_weights, count_batches, kept_unpack
+from errbar._model.batch import Batch, Unpack, checked_weights, count_batches, kept_unpack, pieces
 from errbar._model.network import Network, Output, require_finite_logits
 from errbar._model.outputs import CLASSES, POSITIONS, kind_called
 from errbar._model.positions import IGNORE_INDEX, HeadNetwork, PositionsNetwork, label_shape_error
@@ -503,11 +503,16 @@ class _Pass:
 
 
 def collect_several(
-    requests: Sequence[Request], data: Any, *, progress: bool, tick: Callable[[], None]
+    requests: Sequence[Request],
+    data: Any,
+    *,
+    progress: bool,
+    tick: Callable[[], None],
+    at_once: int | None = None,
 ) -> list[tuple[Information, float]]:
     """The information for each of several requests from one pass over the data, with the seconds that each took.
 
-    `tick` is called for each batch, and may raise to end the pass.
+    `tick` is called for each batch, or for `at_once` samples of it, and may raise to end the pass.
     """
     stream = stream_of(data, requests[0].unpack, title=_TITLE, progress=progress)
     first = next(stream, None)
@@ -520,10 +525,10 @@ def collect_several(
         passes.append(_Pass(request.routed(*request.task(network, first, len(first))), Repeats()))
         seconds[index] += time.perf_counter() - begin
     for batch in chain([first], stream):
-        for index, one in enumerate(passes):
+        for (index, one), part in product(enumerate(passes), pieces(batch, at_once)):
             tick()
             begin = time.perf_counter()
-            one.add(batch)
+            one.add(part)
             seconds[index] += time.perf_counter() - begin
     results = []
     for index, one in enumerate(passes):
