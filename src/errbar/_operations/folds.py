@@ -90,10 +90,15 @@ def divided(groups: Int[Tensor, "N"], folds: int, seed: int) -> list[Int[Tensor,
     """The rows of each fold: whole groups, at random, each to the fold with the fewest rows so far."""
     count = int(groups.max()) + 1 if len(groups) else 0
     if count < folds:
-        what = "held-out samples" if count == len(groups) else "groups of held-out samples"
+        one, many = (
+            ("held-out sample", "held-out samples")
+            if count == len(groups)
+            else ("group of held-out samples", "groups of held-out samples")
+        )
+        there_are = f"There is 1 {one}" if count == 1 else f"There are {count} {many}"
         raise DataError(
-            f"There are {count} {what} for folds={folds}; expected at least one for each fold. Give more held-out data "
-            "or fewer folds."
+            f"{there_are} for folds={folds}; expected at least one for each fold. Give more held-out data or fewer "
+            "folds."
         )
     sizes = torch.bincount(groups, minlength=count).tolist()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
