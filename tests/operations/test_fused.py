@@ -189,6 +189,8 @@ def test_an_input_for_each_network_and_streams_of_batches() -> None:
     separate = iter([([x[:20], x[:20].flip(0)], NEW[1][:20]), ([x[20:], x[20:].flip(0)], NEW[1][20:])])
     each = torch.cat([fused.predict(each=[part, part.flip(0)]).pmf for part in (x[:20], x[20:])])
     torch.testing.assert_close(fused.predict(separate).pmf, each)
+    unlabelled = iter([([x, x.flip(0)],)])
+    torch.testing.assert_close(fused.predict(unlabelled).pmf, fused.predict(each=[x, x.flip(0)]).pmf)
 
 
 def test_a_copy_on_a_device_and_a_pickled_one_predict_the_same() -> None:
@@ -516,6 +518,8 @@ def test_mistakes_in_the_data_are_named() -> None:
     x, y = HELD_OUT
     with pytest.raises(errbar.LabelError, match="Labels are missing"):
         errbar.calibrate_fusion(pair(), [x])
+    with pytest.raises(errbar.LabelError, match="Labels are missing"):
+        errbar.calibrate_fusion(pair(), [([x, x],)])
     with pytest.raises(errbar.DataError, match="held-out data are empty"):
         errbar.calibrate_fusion(pair(), [])
     with pytest.raises(errbar.DataError, match="3 inputs for 2 networks"):
@@ -524,6 +528,8 @@ def test_mistakes_in_the_data_are_named() -> None:
         errbar.calibrate_fusion(pair(), [([x, x[:10]], y)])
     with pytest.raises(errbar.ArgumentError, match="folds"):
         errbar.calibrate_fusion(pair(), [HELD_OUT], folds=1)
+    with pytest.raises(errbar.DataError, match="There is 1 group of held-out samples for folds=5"):
+        errbar.calibrate_fusion(pair(), [HELD_OUT], groups=[0] * len(HELD_OUT[1]))
     fused = errbar.FusedClassifier(pair())
     with pytest.raises(errbar.ArgumentError, match="Expected x, an input that all networks see"):
         fused.predict()

@@ -627,6 +627,20 @@ def test_frames_of_a_fused_classifier_are_weighted_by_their_precisions() -> None
         assert "no covariance between frames in common" in refused.text
 
 
+def test_frames_of_a_fused_classifier_without_a_width_are_fused_by_what_they_were_weighted_by() -> None:
+    fused = fused_pair(discrepancies=(0.3, 0.8), temperature=1.2, covariance_scale=0.0)
+    mean = fused_pair(discrepancies=(float("inf"),) * 2, temperature=1.2, covariance_scale=0.0)
+    with service(served("narrow", fused, classes=CLASSES), served("mean", mean, classes=CLASSES)) as both:
+        (narrow,) = both.told("/v1/fuse", {"posterior": "narrow", "inputs": X[:3].tolist()})["objects"]
+        wide = fused.with_calibration(covariance_scale=1.0)
+        logits = errbar.fuse([wide.unrounded_logits(X[row : row + 1]) for row in range(3)]).mean
+        torch.testing.assert_close(torch.tensor([narrow["fused"]["pmf"]]), torch.softmax(logits / 1.2, 1))
+        assert max(narrow["fused"]["std"]) == 0
+        (plain,) = both.told("/v1/fuse", {"posterior": "mean", "inputs": X[:3].tolist()})["objects"]
+        expected = torch.softmax(mean.logits(X[:3]).mean.mean(0, keepdim=True) / 1.2, 1)
+        torch.testing.assert_close(torch.tensor([plain["fused"]["pmf"]]), expected)
+
+
 def test_a_fusion_without_a_width_has_none_to_choose() -> None:
     mean = fused_pair(discrepancies=(float("inf"),) * 2, covariance_scale=0.0)
     with service(served("mean", mean, classes=CLASSES)) as both:

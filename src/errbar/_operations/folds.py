@@ -96,8 +96,10 @@ def divided(groups: Int[Tensor, "N"], folds: int, seed: int) -> list[Int[Tensor,
     """The rows of each fold: whole groups, at random, each to the fold with the fewest rows so far."""
     count = int(groups.max()) + 1 if len(groups) else 0
     if count < folds:
-        what = "held-out samples" if count == len(groups) else "groups of held-out samples"
-        start = f"There are {count} {what}" if count != 1 else "All held-out samples are one group"
+        of_one = count == len(groups)
+        what = "held-out samples" if of_one else "groups of held-out samples"
+        alone = "There is 1 held-out sample" if of_one else "All held-out samples are one group"
+        start = alone if count == 1 else f"There are {count} {what}"
         raise DataError(
             f"{start} for folds={folds}; expected at least one for each fold. Give more held-out data or fewer folds."
         )

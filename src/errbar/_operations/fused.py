@@ -174,7 +174,7 @@ class FusedClassifier:
 
         Args:
             x: one batch that all networks see, or a DataLoader, a Dataset or an iterator of batches, as in
-                `Posterior.predict`. Batches ([x_1, …], labels) hold an input for each network.
+                `Posterior.predict`. Batches ([x_1, …], labels) or ([x_1, …],) hold an input for each network.
             samples: Monte Carlo draws.
             seed: of those draws.
             each: instead of x, one batch for each network: row i of all of them is one object.
@@ -391,19 +391,22 @@ def _inputs(each: object, count: int) -> list[Any]:
 
 
 def batch_of_each(value: Any, posteriors: Sequence[Posterior], unpack: Unpack | None) -> list[Batch]:
-    """The batch as each network reads it; ([x_1, …], labels) has an input for each, and the first gets the labels."""
+    """The batch as each network reads it; ([x_1, …], labels) has an input for each, and the first gets the labels.
+
+    Without labels, ([x_1, …],), it has none.
+    """
     inputs = None if unpack is not None else inputs_of_each(value, posteriors)
     if inputs is None:
         return [to_batch(value, unpack or posterior.unpack) for posterior in posteriors]
     first, *others = (to_batch(x, posterior.unpack) for x, posterior in zip(inputs, posteriors, strict=True))
-    return [Batch(first.args, first.kwargs, value[1], first.form), *others]
+    return [Batch(first.args, first.kwargs, value[1] if len(value) == 2 else None, first.form), *others]
 
 
 def inputs_of_each(value: Any, posteriors: Sequence[Posterior]) -> list[Any] | None:
-    """[x_1, …] of a batch ([x_1, …], labels); None for one that all networks see."""
+    """[x_1, …] of a batch ([x_1, …], labels) or ([x_1, …],); None for one that all networks see."""
     kept = posteriors[0].unpack
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (list, tuple))
-    if not is_pair or (kept is not None and kept.form == "sequence"):
+    is_for_each = isinstance(value, (list, tuple)) and len(value) in (1, 2) and isinstance(value[0], (list, tuple))
+    if not is_for_each or (kept is not None and kept.form == "sequence"):
         return None
     if len(value[0]) != len(posteriors):
         raise DataError(

@@ -35,8 +35,8 @@ def calibrate_fusion(
 ) -> None:
     """Fuse several classifiers as one, each weighed by what held-out data with labels say of it, and save it.
 
-    errbar predict, evaluate, export, serve, info and verify take the file, with the --model of each network in the same
-    order.
+    errbar predict, evaluate, export and serve take the file, with the --model of each network in the same order; info
+    and verify take it too.
     """
     from errbar._base.memory import readable
     from errbar.cli.inputs import HELD_OUT, DataRequest

@@ -343,18 +343,25 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
 
 
 def _fused_frames(work: FuseFrames, calibration: Calibration) -> dict[str, Any]:
-    """Frames that several networks saw, weighted by their precisions as a track does it."""
+    """Frames that several networks saw, weighted by their precisions as a track does it.
+
+    T and q are the same for all frames, so the weights are those of N(ĝ, P) before them, also where q is zero.
+    """
     if work.joint:
         raise ArgumentError(
             "The posterior is a fused classifier, whose networks have no covariance between frames in common; expected "
             "joint=false, which weights the frames by their precisions."
         )
     options, classes = work.options, work.served.classes
-    each = work.served.plain_logits(work.x).calibrated(calibration)
-    together = errbar.fuse([each[frame : frame + 1] for frame in range(len(work.x))])
+    plain = work.served.plain_logits(work.x)
+    if bool((plain.variance > 0).any()):
+        together = errbar.fuse([plain[frame : frame + 1] for frame in range(len(work.x))])
+    else:
+        # The mean of the networks' logits has no covariance, and nothing to weigh frames by.
+        together = LogitGaussian(plain.mean.mean(0, keepdim=True), plain[:1].form)
     return {
-        "fused": _result(together, options).described(classes, options)[0],
-        "single": _result(each, options).described(classes, options),
+        "fused": _result(together.calibrated(calibration), options).described(classes, options)[0],
+        "single": _result(plain.calibrated(calibration), options).described(classes, options),
         "independent": None,
         "rank": None,
     }
