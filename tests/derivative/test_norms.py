@@ -63,8 +63,8 @@ def flat(*norms: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), *norms, nn.ReLU(inplace=True), nn.Linear(6, 3))
 
 
-def pictures(norm: nn.Module) -> nn.Module:
-    layers = [nn.Conv2d(2, 4, 3), norm, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(36, 3)]
+def pictures(norm: nn.Module, activation: nn.Module | None = None) -> nn.Module:
+    layers = [nn.Conv2d(2, 4, 3), norm, activation or nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(36, 3)]
     return nn.Sequential(*layers)
 
 
@@ -84,6 +84,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
     "scales alone": (lambda: flat(nn.BatchNorm1d(6)), (4,), ["1.weight"]),
     "group norm": (lambda: pictures(nn.GroupNorm(2, 4)), (2, 5, 5), ["1", "4"]),
     "root mean square": (lambda: flat(nn.RMSNorm(6)), (4,), ["1", "3"]),
+    "slopes below zero": (lambda: flat(nn.PReLU(6)), (4,), ["1", "3"]),
+    "one slope of pictures": (lambda: pictures(nn.PReLU(), nn.Tanh()), (2, 5, 5), ["1", "4"]),
+    "slopes of pictures": (lambda: pictures(nn.PReLU(4), nn.Tanh()), (2, 5, 5), ["0", "1"]),
     "two in a row": (lambda: flat(nn.LayerNorm(6), nn.BatchNorm1d(6)), (4,), ["1", "2"]),
     "first and last": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3), nn.LayerNorm(3)), (4,), ["0", "2"]),
     "called twice": (Twice, (4,), ["norm", "head"]),

@@ -27,6 +27,9 @@ from errbar._distributions.covariance import FactoredCovariance, FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar.errors import DamagedFileError
 
+# Draws of the parameters of one layer that are turned at a time: each product on the way is as large again.
+_DRAWN_BYTES = {"cpu": 2**23, "cuda": 2**28}
+
 
 def empty_matrix(n: int, device: torch.device) -> Float[Tensor, "n n"]:
     """Zeros in float64; refused where they cannot be held."""
@@ -140,8 +143,13 @@ class KroneckerFactor(Refactorised):
         """Draws of θ − θ̂ from N(0, P): Q_G (z ∘ √v) Q_Aᵀ for each layer."""
         draws = torch.empty_like(normal)
         for basis in self._bases(normal.dtype):
-            independent = gathered(basis.layer, normal) * basis.precision.rsqrt()
-            scatter_(draws, basis.layer, basis.outer @ independent @ basis.inner.T)
+            deviations = basis.precision.rsqrt()
+            limit = _DRAWN_BYTES.get(normal.device.type, _DRAWN_BYTES["cpu"])
+            together = max(1, limit // (deviations.numel() * normal.element_size()))
+            for first in range(0, len(normal), together):
+                some = slice(first, first + together)
+                independent = gathered(basis.layer, normal[some]) * deviations
+                scatter_(draws[some], basis.layer, basis.outer @ independent @ basis.inner.T)
         if len(self.rest_spans):
             scale = self.rest.rsqrt().to(normal.dtype)
             draws[:, self.rest_spans.positions(normal.device)] = self.rest_spans.take(normal) * scale

@@ -166,8 +166,10 @@ class MixedFactor(Refactorised):
         return total
 
     def sample(self, normal: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
-        """Draws of θ − θ̂ from N(0, P), in the order of the flat vector."""
-        draws = torch.empty_like(normal)
+        """Draws of θ − θ̂ from N(0, P), in the order of the flat vector, in the place of `normal`: draws of millions of
+        parameters are not held three times.
+        """
+        draws = torch.empty_like(normal) if normal.requires_grad else normal
         for own, factor in zip(self.spans, self.factors, strict=True):
             own.put_(draws, factor.sample(own.take(normal)))
         return draws

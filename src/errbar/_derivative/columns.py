@@ -3,7 +3,8 @@
 A norm layer returns a = γ ∘ x̂ + β. Each sample n gets zeros of its own added to γ and β,
     a_n + δγ_n ∘ x̂_n + δβ_n,   δ = 0,
 which changes no value; the derivative of the logits by δ_n is the Jacobian of sample n alone. It has a number for each
-parameter, where ∂g/∂a has one for each output.
+parameter, where ∂g/∂a has one for each output. A PReLU, a = max(x, 0) + γ ∘ min(x, 0), is taken as a norm is: its
+slopes γ are scales of x̂ = min(x, 0).
 
 A convolution in G groups gets zeros δ_n added to its weight in the same way. The derivative by δ_n follows from the
 input x_n and V_n = ∂g_n/∂a_n,
@@ -71,7 +72,8 @@ def _spans(starts: Iterable[tuple[int | None, int]]) -> list[tuple[slice, int]]:
 
 @dataclass(frozen=True)
 class NormLayer:
-    """A norm layer and where its selected parameters start in the flat vector; None for one that is not selected."""
+    """A norm layer, or a PReLU, and where its selected parameters start in the flat vector; None for one that is not
+    selected."""
 
     name: str
     shape: tuple[int, ...]
@@ -157,20 +159,24 @@ def norm_layer_in(selection: Selection, name: str) -> NormLayer | None:
 
 
 def norm_layers(network: Network, selection: Selection) -> list[NormLayer]:
-    """Norm layers over batches, layers, groups and root mean squares, whose parameters are theirs alone."""
+    """Norm layers over batches, layers, groups and root mean squares, and PReLUs, whose parameters are theirs alone."""
     layers = []
     for name, part, where in own_parameters(network, selection):
         # A subclass with a forward of its own may do anything.
-        kinds = (kind for kind in (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm) if isinstance(part, kind))
-        kind = next(kinds, None)
+        kind = next((kind for kind in _KINDS if isinstance(part, kind)), None)
         parameter = part._parameters.get("weight")
         if kind is not None and parameter is not None and type(part).forward is kind.forward:
             layers.append(NormLayer(name, tuple(parameter.shape), where.get("weight"), where.get("bias")))
     return layers
 
 
+_KINDS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
+
+
 def _normalised(module: nn.Module, inputs: Float[Tensor, "B ..."]) -> Float[Tensor, "B ..."]:
     """x̂, as the module computes it in eval mode."""
+    if isinstance(module, nn.PReLU):
+        return inputs.clamp_max(0)
     if isinstance(module, nn.LayerNorm):
         return F.layer_norm(inputs, module.normalized_shape, None, None, module.eps)
     if isinstance(module, nn.RMSNorm):

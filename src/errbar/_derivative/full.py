@@ -22,13 +22,24 @@ RANDOM_IN_EVAL = (
 )
 
 
+class _SameSizeError(Exception):
+    """As many samples are mapped over as derivatives.
+
+    A batching rule that confuses the two (torch's of PReLU) fails where their numbers differ, and the general way takes
+    over; where they are the same it returns wrong numbers. So they are never the same.
+    """
+
+
 def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
     """J of each sample in the network's own dtype, each from a pass of that sample alone (never O(B²))."""
     if network.keeps_graph or not batch.can_be_mapped:
         # Mapped layer norms have a graph that does not lead all the way to the inputs.
         return _one_by_one(network, selection, batch)
     try:
-        return _vectorised(network, selection, batch)
+        try:
+            return _vectorised(network, selection, batch)
+        except _SameSizeError:
+            return torch.cat([_vectorised(network, selection, part) for part in _in_two(batch)])
     except RuntimeError as error:
         if "randomness" in str(error):
             raise ModelError(RANDOM_IN_EVAL) from error
@@ -38,8 +49,13 @@ def jacobians(network: Network, selection: Selection, batch: Batch) -> Float[Ten
 
 
 def _vectorised(network: Network, selection: Selection, batch: Batch) -> Float[Tensor, "B M n"]:
+    size = len(batch)
+
     def single(values: dict[str, Tensor], sample: list[Tensor]) -> Float[Tensor, "M"]:
-        return network.logits(batch.with_sample(sample), values)[0]
+        logits = network.logits(batch.with_sample(sample), values)[0]
+        if len(logits) == size > 1:
+            raise _SameSizeError
+        return logits
 
     # Fused attention kernels have no batching rule for their derivative; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
@@ -72,6 +88,10 @@ def _one_by_one(network: Network, selection: Selection, batch: Batch) -> Float[T
     return torch.stack(rows)
 
 
+def _in_two(batch: Batch) -> tuple[Batch, Batch]:
+    return batch.rows(0, 1), batch.rows(1, len(batch))
+
+
 def pulled_back(
     network: Network, selection: Selection, batch: Batch, vectors: Float[Tensor, "B c M"]
 ) -> Float[Tensor, "B c n"]:
@@ -79,7 +99,10 @@ def pulled_back(
     if network.keeps_graph or not batch.can_be_mapped:
         return _products_one_by_one(network, selection, batch, vectors)
     try:
-        return _vectorised_products(network, selection, batch, vectors)
+        if len(batch) != vectors.shape[1] or len(batch) == 1:
+            return _vectorised_products(network, selection, batch, vectors)
+        pairs = zip(_in_two(batch), (vectors[:1], vectors[1:]), strict=True)
+        return torch.cat([_vectorised_products(network, selection, *pair) for pair in pairs])
     except RuntimeError as error:
         if "randomness" in str(error):
             raise ModelError(RANDOM_IN_EVAL) from error

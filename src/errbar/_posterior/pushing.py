@@ -114,6 +114,7 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
     rows, together = _at_a_time(task, samples)
     for normal in _normal_rows(samples, seed, _drawn_at_a_time(task, together), task):
         directions = factor.sample(normal)
+        del normal
         for few in directions.split(together):
             start = 0
             for part in batch.parts(rows):
@@ -154,5 +155,8 @@ def _normal_rows(samples: int, seed: int, at_a_time: int, task: Task) -> Iterato
     """
     n, device = task.selection.n_parameters, task.network.device
     for first in range(0, samples, at_a_time):
-        rows = range(first, min(first + at_a_time, samples))
-        yield torch.stack([normal_row(seed, row, n, device).to(task.dtype) for row in rows])
+        normal = torch.empty(min(at_a_time, samples - first), n, dtype=task.dtype, device=device)
+        for index, row in enumerate(normal):
+            row.copy_(normal_row(seed, first + index, n, device))
+        yield normal
+        del normal
