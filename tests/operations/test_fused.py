@@ -528,7 +528,7 @@ def test_mistakes_in_the_data_are_named() -> None:
         errbar.calibrate_fusion(pair(), [([x, x[:10]], y)])
     with pytest.raises(errbar.ArgumentError, match="folds"):
         errbar.calibrate_fusion(pair(), [HELD_OUT], folds=1)
-    with pytest.raises(errbar.DataError, match="There is 1 group of held-out samples for folds=5"):
+    with pytest.raises(errbar.DataError, match="All held-out samples are one group for folds=5"):
         errbar.calibrate_fusion(pair(), [HELD_OUT], groups=[0] * len(HELD_OUT[1]))
     fused = errbar.FusedClassifier(pair())
     with pytest.raises(errbar.ArgumentError, match="Expected x, an input that all networks see"):
