@@ -230,17 +230,18 @@ def quick_inverse(
     """`inverse` by Cholesky factors, several times quicker, where these show that no matrix is near to singular.
 
     tr A · tr A⁻¹ is at least the condition number. Where that could exceed `_WELL_CONDITIONED`, or what the rounding of
-    the entries allows, eigenvalues decide, as in `inverse`.
+    the entries allows, eigenvalues decide, as in `inverse`. The matrices are symmetric, and not made so again: for one
+    frame of a `Track` each operation counts.
     """
-    covariance = symmetric(covariance.double())
+    covariance = covariance.double()
     lower, failures = torch.linalg.cholesky_ex(covariance)
     if not bool(failures.any()):
         result = torch.cholesky_inverse(lower)
-        traces = [matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (covariance, result)]
+        first, second = (matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (covariance, result))
         eps = torch.finfo(torch.float64).eps if rounding is None else rounding
         # Without rounding of the entries, only that of float64 counts.
         limit = min(_WELL_CONDITIONED, 1 / (covariance.shape[-1] * eps)) if eps > 0 else _WELL_CONDITIONED
-        if bool((traces[0] * traces[1] < limit).all()):
+        if bool((first * second < limit).all()):
             return symmetric(result)
     return inverse(covariance, name=name, rounding=rounding)
 

@@ -125,12 +125,12 @@ class Track:
         precisions = precisions_of(self._widened(covariances), name, rounding_of(self.posterior))
         information, vector, weight = self._information, self._vector, self._weight
         for mean, precision in zip(means, precisions, strict=True):
-            information = self.memory * information + precision
-            vector = self.memory * vector + precision @ mean
-            weight = self.memory * weight + 1.0
+            if self.memory < 1:
+                information, vector, weight = self.memory * information, self.memory * vector, self.memory * weight
+            information, vector, weight = information + precision, vector + precision @ mean, weight + 1.0
         frames = self.frames + len(means)
         return self._with(
-            _information=linalg.symmetric(information),
+            _information=information,
             _vector=vector,
             _weight=weight,
             frames=frames,
