@@ -20,6 +20,7 @@ from errbar._operations import autofit as module
 from errbar._operations.candidates import Candidate, Question
 from errbar._operations.choice import Choice, Row, Trial, best_trial, reason_for
 from errbar._operations.folds import divided, group_numbers, standard_error
+from errbar._planning.plan import Subject
 from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 
 ONE = [{"last_layers": 1}]
@@ -666,6 +667,20 @@ def test_the_cheapest_come_first_and_what_is_nearly_as_quick_keeps_its_place(mon
     assert order(0) == ["2", "0", "1", "3"]
     # The held-out inputs count too.
     assert order(10) == ["0", "1", "2", "3"]
+
+
+def test_the_network_is_looked_at_once_for_all_candidates(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = Subject.of
+
+    def looked(*arguments: Any, **keywords: Any) -> Subject:
+        sizes.append(1)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(Subject, "of", looked)
+    found, _ = Question(model, TRAIN, 30, None, None, None, None).candidates(None)
+    assert len(found) == 5
+    assert len(sizes) == 1
 
 
 def test_the_final_calibration_is_as_good_as_temperature_scaling_by_the_rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from errbar._model.batch import Unpack
 from errbar._model.network import Output
 from errbar._planning.choice import cost_of
-from errbar._planning.plan import Option, plan
+from errbar._planning.plan import Option, Subject, plan_of
 from errbar._posterior.collect import Request
 from errbar._posterior.information import Information
 from errbar.errors import ArgumentError, ErrbarError, MismatchError
@@ -193,11 +194,15 @@ class Question:
             request = replace(request, structure=option.structure)
         return Candidate.planned(label, request, option)
 
+    @cached_property
+    def _subject(self) -> Subject:
+        """Looked at once: each look takes several passes of a batch, which may be a large part of the data."""
+        return Subject.of(self.model, self.example, self.unpack, self.output)
+
     def _option(self, request: Request) -> Option | None:
         """The first structure of the plan that fits; the structure that was asked for unless that is "auto"."""
-        planned = plan(
-            self.model,
-            self.example,
+        planned = plan_of(
+            lambda: self._subject,
             self.memory,
             fisher=request.fisher,
             rank=request.rank,
@@ -206,8 +211,6 @@ class Question:
             last_layers=request.last_layers,
             parameters=request.parameters,
             structure=None if request.structure == "auto" else request.structure,
-            unpack=self.unpack,
-            output=self.output,
         )
         return next((option for option in planned.options if option.fits), None)
 
