@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import errbar
 from errbar._distributions.calibration import Calibration
 from errbar._operations import autofit as module
+from errbar._operations.candidates import Candidate, Question
 from errbar._operations.choice import Choice, Row, Trial, best_trial, reason_for
 from errbar._operations.folds import divided, group_numbers, standard_error
+from errbar._planning.plan import Subject
 from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 
 ONE = [{"last_layers": 1}]
@@ -649,6 +651,36 @@ def test_what_takes_too_long_does_not_keep_quicker_ones_from_being_tried(
     assert {row.parameters for row in choice.rows} == {"last layer", "all"}
     (note,) = choice.not_tried
     assert note.startswith("last 2 layers, dense: it would take about 1000000 s")
+
+
+def test_the_cheapest_come_first_and_what_is_nearly_as_quick_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [Candidate(str(n), "dense", "ggn", exact=True, posterior_bytes=0) for n in range(4)]
+    fit = {"0": 1.9, "1": 1.0, "2": 0.4, "3": 30.0}
+    each = {"0": 0.0, "1": 0.0, "2": 1.0, "3": 0.0}
+    monkeypatch.setattr(Candidate, "fit_seconds", lambda self, _: fit[self.label])
+    monkeypatch.setattr(Candidate, "predict_seconds", lambda self, inputs: each[self.label] * inputs)
+
+    def order(held_out: int) -> list[str]:
+        question = Question(nn.Identity(), None, 1, None, None, None, None, held_out)
+        return [candidate.label for candidate in question._cheapest_first(listed)]
+
+    assert order(0) == ["2", "0", "1", "3"]
+    # The held-out inputs count too.
+    assert order(10) == ["0", "1", "2", "3"]
+
+
+def test_the_network_is_looked_at_once_for_all_candidates(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = Subject.of
+
+    def looked(*arguments: Any, **keywords: Any) -> Subject:
+        sizes.append(1)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(Subject, "of", looked)
+    found, _ = Question(model, TRAIN, 30, None, None, None, None).candidates(None)
+    assert len(found) == 5
+    assert len(sizes) == 1
 
 
 def test_the_final_calibration_is_as_good_as_temperature_scaling_by_the_rule(

@@ -120,15 +120,13 @@ def autofit(
     device = next(model.parameters()).device
     search = _Search(team, train_data, held_out_data, device, unpack, limit, seed, progress and team.leads)
     search.groups, search.folds = read_folds(team, held_out_data, unpack, groups, folds, seed)
+    question = replace(question, held_out=len(search.groups))
     tried, left_out = team.together(lambda: question.candidates(listed))
     tried, left_out = _same_everywhere(team, tried, left_out)
     if not tried:
         raise DataError("No candidate can be tried. " + " ".join(left_out))
-    if limit is not None and tried[0].fit_seconds(question.samples or 1) > limit:
-        raise ArgumentError(
-            f"seconds is {seconds!r}, and the cheapest candidate alone ({tried[0].label}) takes about "
-            f"{tried[0].fit_seconds(question.samples or 1):.2g} s to fit; expected more time, or fewer training data."
-        )
+    if limit is not None:
+        _require_time_for_one(tried, question.samples or 1, limit)
     search.try_all(tried)
     if not search.tried:
         raise CovarianceError("No candidate has a covariance that can be used. " + " ".join(search.not_tried))
@@ -164,6 +162,15 @@ def _require_seconds(seconds: object) -> float | None:
     if not 0 < number < float("inf"):
         raise ArgumentError(f"seconds is {seconds!r}; expected a positive number, or None for no limit.")
     return number
+
+
+def _require_time_for_one(candidates: Sequence[Candidate], samples: float, limit: float) -> None:
+    cheapest = min(candidates, key=lambda candidate: candidate.fit_seconds(samples))
+    if cheapest.fit_seconds(samples) > limit:
+        raise ArgumentError(
+            f"seconds is {limit:g}, and the cheapest candidate alone ({cheapest.label}) takes about "
+            f"{cheapest.fit_seconds(samples):.2g} s to fit; expected more time, or fewer training data."
+        )
 
 
 def _count(data: Any, first: Batch) -> int | None:
@@ -357,7 +364,9 @@ class _Search:
         if self.scaling is None:
             self._judge_baselines(variants[0])
         kind = "evidence" if information.log_likelihood is not None else "default"
-        self.cheapest = self.cheapest or (posteriors[0], variants[0])
+        # By parameters, not by seconds, which differ from call to call.
+        if self.cheapest is None or information.n_parameters < self.cheapest[0].information.n_parameters:
+            self.cheapest = posteriors[0], variants[0]
         own = int(posteriors[0] is by_evidence)
         for prior_by, first, last in ((kind, 0, own), ("nll", own, len(posteriors))):
             if first == last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from errbar._model.batch import Unpack
 from errbar._model.network import Output
 from errbar._planning.choice import cost_of
-from errbar._planning.plan import Option, plan
+from errbar._planning.plan import Option, Subject, plan_of
 from errbar._posterior.collect import Request
 from errbar._posterior.information import Information
 from errbar.errors import ArgumentError, ErrbarError, MismatchError
@@ -28,6 +29,7 @@ _DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
 _KEYWORDS = ("last_layers", "parameters", "structure", "fisher", "draws", "rank", "precision")
 # Seconds that the exact information may take before labels are drawn instead; and the share of a limit.
 _PATIENCE, _PATIENT_SHARE = 300.0, 0.35
+_NEARLY_AS_QUICK = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +117,7 @@ def _label(candidate: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A network, a batch of its training data, and the limits of memory and time."""
+    """A network, a batch of its training data, the limits of memory and time, and how many inputs are held out."""
 
     model: nn.Module
     example: Any
@@ -124,6 +126,7 @@ class Question:
     seconds: float | None
     unpack: Unpack | None
     output: Output
+    held_out: int = 0
 
     def candidates(self, listed: tuple[Listed, ...] | None) -> tuple[list[Candidate], list[str]]:
         """Those that fit into memory, the cheapest first; and why others are left out."""
@@ -146,7 +149,22 @@ class Question:
                 left_out.append(f"{label}, {keywords.get('structure', 'dense')}: it does not fit into the memory.")
             elif not any(_is_same(candidate, other) for other in found):
                 found.append(candidate)
-        return sorted(found, key=lambda candidate: candidate.fit_seconds(self.samples or 1)), left_out
+        return self._cheapest_first(found), left_out
+
+    def _cheapest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """As they are listed, but nothing before what takes less than half its time: the plan measures the speed, and
+        what is nearly as quick should not change places from call to call."""
+        waiting, ordered = list(candidates), []
+        while waiting:
+            least = min(map(self._seconds, waiting))
+            ordered.append(next(one for one in waiting if self._seconds(one) <= _NEARLY_AS_QUICK * least))
+            waiting.remove(ordered[-1])
+        return ordered
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Of the fit, and of the held-out inputs for one prior: with a covariance of thousands of parameters and many
+        classes these take longer than the fit."""
+        return candidate.fit_seconds(self.samples or 1) + candidate.predict_seconds(self.held_out)
 
     def _own(self, information: Information) -> Information:
         """Of this network; what came from a file has none."""
@@ -176,11 +194,15 @@ class Question:
             request = replace(request, structure=option.structure)
         return Candidate.planned(label, request, option)
 
+    @cached_property
+    def _subject(self) -> Subject:
+        """Looked at once: each look takes several passes of a batch, which may be a large part of the data."""
+        return Subject.of(self.model, self.example, self.unpack, self.output)
+
     def _option(self, request: Request) -> Option | None:
         """The first structure of the plan that fits; the structure that was asked for unless that is "auto"."""
-        planned = plan(
-            self.model,
-            self.example,
+        planned = plan_of(
+            lambda: self._subject,
             self.memory,
             fisher=request.fisher,
             rank=request.rank,
@@ -189,8 +211,6 @@ class Question:
             last_layers=request.last_layers,
             parameters=request.parameters,
             structure=None if request.structure == "auto" else request.structure,
-            unpack=self.unpack,
-            output=self.output,
         )
         return next((option for option in planned.options if option.fits), None)
 

@@ -351,6 +351,6 @@ def reason_without(rows: Sequence[Row], at: Calibration) -> str:
     if at.covariance_scale == 0:
         return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
     return (
-        f"{start}: this is the cheapest one with T_c = {at.covariance_scale:.2g}, the largest that costs at most "
+        f"{start}: this is the smallest one with T_c = {at.covariance_scale:.2g}, the largest that costs at most "
         "0.0003 nats, and surely less than 0.001; more held-out data would allow more."
     )

@@ -6,7 +6,7 @@ time of a forward pass: nothing is differentiated, and nothing large is allocate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,6 +161,58 @@ def plan(
         output: as in `collect`.
         outputs: as in `collect`.
     """
+    if outputs == POSITIONS:
+        raise ArgumentError(
+            "The cost of outputs='positions' depends on how many positions count, which no plan knows; expected "
+            "outputs='classes' or 'labels'. A fit to a few inputs tells more."
+        )
+    return plan_of(
+        lambda: Subject.of(model, example, unpack, output, outputs),
+        memory,
+        last_layers=last_layers,
+        parameters=parameters,
+        structure=structure,
+        fisher=fisher,
+        rank=rank,
+        precision=precision,
+        samples=samples,
+        draws=draws,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A network that was looked at with a batch: what takes forward passes, and serves any number of plans."""
+
+    inspection: Inspection
+    layout: Layout
+    size: int
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, example: Any, unpack: Unpack | None, output: Output, outputs: str = "classes"
+    ) -> Subject:
+        network = Network(model, output, require_outputs(outputs), marked=False)
+        with plain_execution(network.device):
+            batch = network.prepare(to_batch(example, unpack), Checks(network.device))
+            inspection = inspect(network, batch)  # this call refuses unsupported models
+            return cls(inspection, _timed(inspection.layout, batch), len(batch))
+
+
+def plan_of(
+    look: Callable[[], Subject],
+    memory: int | None,
+    *,
+    last_layers: int | None = None,
+    parameters: str | Sequence[str] | None = None,
+    structure: str | Mapping[str, str] | None = None,
+    fisher: str = "ggn",
+    rank: int = DEFAULT_RANK,
+    precision: str | None = None,
+    samples: int = 1000,
+    draws: int = 1,
+) -> Plan:
+    """`plan` of a subject, at which it looks once the rest of what is asked was found to be right."""
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
     text = None if structure is None else require_structure(structure)
@@ -169,20 +221,14 @@ def plan(
     samples, directions, scores = require_samples(samples), whole_number(rank), require_draws(draws)
     if directions is None or directions < 1:
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
-    if outputs == POSITIONS:
-        raise ArgumentError(
-            "The cost of outputs='positions' depends on how many positions count, which no plan knows; expected "
-            "outputs='classes' or 'labels'. A fit to a few inputs tells more."
-        )
-    network = Network(model, output, require_outputs(outputs), marked=False)
-    limit = usable_bytes(network.device) if memory is None else whole_number(memory)
-    if limit is None or limit < 1:
+    if memory is not None and (whole_number(memory) or 0) < 1:
         raise ArgumentError(f"memory is {memory!r}; expected a whole number of bytes, 1 or more.")
+    subject = look()
+    inspection, layout = subject.inspection, subject.layout
+    network = layout.network
+    inspection.require_gauge(kind)
+    limit = usable_bytes(network.device) if memory is None else int(memory)
     with plain_execution(network.device):
-        batch = network.prepare(to_batch(example, unpack), Checks(network.device))
-        inspection = inspect(network, batch)  # this call refuses unsupported models
-        inspection.require_gauge(kind)
-        layout = _timed(inspection.layout, batch)
         dtype = product_dtype(network, precision)  # type: ignore[arg-type]
         speed = MachineSpeed.of(network.device, dtype)
     questions = _questions(inspection, last_layers, parameters)
@@ -192,8 +238,8 @@ def plan(
     asked = None if text == "auto" else text
     form = fisher_form(network.kind, kind)
     request = _Request(asked, form, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
-    options = [option for question in questions for option in request.options(question, layout, len(batch), speed)]
-    return Plan(tuple(options), limit, len(batch), str(network.device))
+    options = [option for question in questions for option in request.options(question, layout, subject.size, speed)]
+    return Plan(tuple(options), limit, subject.size, str(network.device))
 
 
 def _timed(layout: Layout, batch: Batch) -> Layout:
