@@ -449,3 +449,15 @@ def test_positions_are_fused_as_inputs_of_their_own() -> None:
     fused = errbar.fuse([gaussian.rows(), gaussian.rows()])
     assert torch.allclose(fused.mean, gaussian.rows().centered().mean)
     assert torch.allclose(fused.covariance, gaussian.rows().centered().covariance / 2)
+
+
+@pytest.mark.filterwarnings("ignore::errbar.CalibrationWarning")  # random labels
+def test_calibration_counts_all_positions_alike() -> None:
+    model, (x, y) = tagger(), sentences(30)
+    posterior = errbar.fit(model, [(x, y)], last_layers=1, outputs="positions")
+    plain = errbar.calibrate(posterior, [{"x": x, "labels": y}], fit=("temperature",), samples=50)
+    weights = [float(n) for n in range(len(x))]
+    weighted = errbar.calibrate(
+        posterior, [{"x": x, "labels": y, "weights": weights}], fit=("temperature",), samples=50
+    )
+    assert weighted.temperature == plain.temperature

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int
@@ -61,7 +62,8 @@ def _below(
         )
     with plain_execution(network.device):
         checks = Checks(network.device)
-        whole = network.prepare_whole(batch, checks)
+        # All positions count alike, whatever the weights of their inputs.
+        whole = replace(network.prepare_whole(batch, checks), weights=None)
         if isinstance(network, HeadNetwork):
             rows = every.rows(network, whole, task.n_classes)
             assert rows.keys is not None
