@@ -282,7 +282,7 @@ class KroneckerAccumulator:
                 self.count[layer.name] += uses.shape[1] if samples is None else each * float(samples.sum())
                 linalg.add_lower_square_(self.inner[layer.name], uses)
             if trace.returns_logits(layer.name):
-                self.outer[layer.name] += self._summed(logits, batch.labels, scores, samples)
+                self._add_logits(self.outer[layer.name], logits, batch.labels, scores, samples)
         names = self.route.differentiated(trace)
         if names:
             self._add_derivatives(names, trace, logits, batch.labels, scores, samples)
@@ -290,18 +290,19 @@ class KroneckerAccumulator:
         for where, jacobian in self.route.of_rest(self.network, batch, scores):
             self.rest[where] += weights.squares(jacobian.to(self.dtype)).sum(0, dtype=torch.float64)
 
-    def _summed(
+    def _add_logits(
         self,
+        total: Float[Tensor, "M M"],
         logits: Float[Tensor, "B M"],
         labels: Int[Tensor, "B *L"] | None,
         scores: Float[Tensor, "k B M"] | None,
         samples: Float[Tensor, "B"] | None,
-    ) -> Float[Tensor, "M M"]:
-        """Σ_n w_n Λ_n; of drawn scores s, which have their weights already, Σ s sᵀ."""
+    ) -> None:
+        """Add Σ_n w_n Λ_n; of drawn scores s, which have their weights already, Σ s sᵀ in the lower triangle."""
         if scores is None:
-            return weighted_root(self.task.logit_weights(logits, labels), samples).summed(self.dtype)
-        rows = scores.to(self.dtype).flatten(0, 1)
-        return (rows.T @ rows).double()
+            total += weighted_root(self.task.logit_weights(logits, labels), samples).summed(self.dtype)
+        else:
+            linalg.add_lower_square_(total, scores.to(self.dtype).flatten(0, 1).mT)
 
     def _add_derivatives(
         self,
