@@ -39,7 +39,7 @@ def serve(kind: str) -> None:
     from errbar.serve.app import application
     from errbar.serve.digits import digits
     from errbar.serve.limits import Limits
-    from errbar.serve.server import Address, server_for
+    from errbar.serve.server import Address, server_for, settle
     from errbar.serve.service import Service
     from errbar.serve.telemetry import Log
 
@@ -53,6 +53,7 @@ def serve(kind: str) -> None:
         limits, engine = Limits(), "torch" if "torch" in kind else "onnx"
         service = Service((made.with_engine(engine),))
         server = server_for(application(service, limits, log=Log(enabled=False)), limits, Log(enabled=False))
+    settle()  # as `errbar serve` does; for both alike
     bound.listen(128)  # connections wait until the server takes them
     print(port, flush=True)
     server.run(sockets=[bound])

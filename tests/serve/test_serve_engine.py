@@ -38,7 +38,7 @@ class Counted:
     def __init__(self, graph: engine.Graph) -> None:
         self.graph, self.rows = graph, [0]
 
-    def __call__(self, x: torch.Tensor) -> engine.Statistics | None:
+    def __call__(self, x: torch.Tensor) -> engine.Columns | None:
         self.rows.append(len(x))
         return self.graph(x)
 

@@ -125,7 +125,7 @@ def serve(
     from errbar.cli.session import session
     from errbar.serve.app import application
     from errbar.serve.limits import Limits
-    from errbar.serve.server import Address, server_for, url_of
+    from errbar.serve.server import Address, server_for, settle, url_of
     from errbar.serve.telemetry import Log
     from errbar.serve.workers import Job, serve_by_workers
 
@@ -190,6 +190,7 @@ def serve(
             app = application(service, limits, token=token, hosts=address.hosts, log=request_log, monitor=watch)
             # uvicorn has finished its requests by the time it passes Ctrl-C on.
             with contextlib.suppress(KeyboardInterrupt):
+                settle()
                 server_for(app, limits, request_log, ready).run(sockets=[bound])
         finally:
             bound.close()

@@ -20,7 +20,7 @@ from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import GivenSampler
 from errbar.errors import ArgumentError
-from errbar.serve.engine import LEVEL, SAMPLES, SEED, Statistics
+from errbar.serve.engine import LEVEL, SAMPLES, SEED, Columns, Statistics
 from errbar.serve.service import Served
 
 # Draws of the logits that are sent for plotting.
@@ -152,10 +152,9 @@ def _by_graph(served: Served, works: Sequence[Predict]) -> dict[int, Answer]:
     places = [place for place, work in enumerate(works) if _is_in_graph(served, work.options)]
     if graph is None or not places:
         return {}
-    statistics = graph(torch.cat([works[place].x for place in places]))
-    if statistics is None:
+    columns = graph(torch.cat([works[place].x for place in places]))
+    if columns is None:
         return {}
-    columns = _columns(statistics)
     answers: dict[int, Answer] = {}
     start = 0
     for place in places:
@@ -176,7 +175,7 @@ def _is_in_graph(served: Served, options: AnswerOptions) -> bool:
     return is_plain and is_usual(served, options)
 
 
-def _columns(found: Statistics) -> dict[str, list[Any]]:
+def _columns(found: Statistics) -> Columns:
     """What each answer has, input by input."""
     return {
         "label": found.pmf.argmax(1).tolist(),

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,10 @@ class Statistics:
         return entropy_of(self.pmf)
 
 
+# What answers have, by name: a list with what each of them has.
+Columns = dict[str, list[Any]]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A session of ONNX Runtime with the exported graph of a classifier."""
@@ -75,18 +80,31 @@ class Graph:
         kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
         return Graph(session, given.name, kinds[given.type])
 
-    def __call__(self, x: Tensor) -> Statistics | None:
+    def __call__(self, x: Tensor) -> Columns | None:
         """None where a number is not finite: torch then says what is wrong."""
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(x.numpy(), self.dtype)
         if not np.isfinite(values).all():
             return None
         found = self.session.run(list(_OUTPUTS), {self.name: values})
-        if not all(np.isfinite(one).all() for one in found):
+        # Lists from here on, for which the interpreter's lock is kept: each operation of torch gives it away, and while
+        # requests are read, a batch would wait for it tens of times.
+        pmf, std, lower, upper, information = (one.tolist() for one in found)
+        if not math.isfinite(sum(information) + sum(sum(row) for row in chain(pmf, std, lower, upper))):
             return None
-        pmf, std, lower, upper, information = (torch.from_numpy(one) for one in found)
-        # Of independent draws: √(Σ_k (f⁽ᵏ⁾ − f̂)²/(K(K − 1))).
-        return Statistics(pmf, std, std / math.sqrt(SAMPLES - 1), lower, upper, information)
+        confidence = [max(row) for row in pmf]
+        return {
+            "label": [row.index(most) for row, most in zip(pmf, confidence, strict=True)],
+            "confidence": confidence,
+            "entropy": [-sum(f * math.log(f) for f in row if f > 0) for row in pmf],
+            "mutual_information": information,
+            "pmf": pmf,
+            "std": std,
+            # Of independent draws: √(Σ_k (f⁽ᵏ⁾ − f̂)²/(K(K − 1))).
+            "standard_error": [[one / math.sqrt(SAMPLES - 1) for one in row] for row in std],
+            "lower": lower,
+            "upper": upper,
+        }
 
 
 @dataclass(frozen=True, eq=False)

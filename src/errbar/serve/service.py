@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -172,7 +173,12 @@ class Served:
 
         known = [x for x, _ in self.examples]
         example = example_inputs(self.shape, known, integers=self.integers)
-        return replace(self, engine=engine_for(kind, self.posterior, example, by_torch))
+        engine = engine_for(kind, self.posterior, example, by_torch)
+        if engine.graph is None and example is not None:
+            # No client waits for what a first prediction prepares. If it fails, requests are told why.
+            with suppress(Exception):
+                by_torch(example)
+        return replace(self, engine=engine)
 
     @cached_property
     def usual_limit(self) -> float | None:

@@ -28,7 +28,7 @@ from errbar.errors import ArgumentError
 from errbar.serve.app import application
 from errbar.serve.limits import Limits
 from errbar.serve.monitoring import ServiceMonitor
-from errbar.serve.server import grace, server_for
+from errbar.serve.server import grace, server_for, settle
 from errbar.serve.service import Service
 from errbar.serve.telemetry import Log, added
 
@@ -139,6 +139,7 @@ def work(job: Job, listener: socket.socket, asking: Connection, asked: Connectio
             server.should_exit = True
 
         threading.Thread(target=answering, name="errbar-counters", daemon=True).start()
+        settle()
         server.run(sockets=[listener])
 
 
