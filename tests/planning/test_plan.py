@@ -335,6 +335,22 @@ def test_auto_takes_the_first_that_fits_and_says_so(expected: str, monkeypatch: 
     torch.testing.assert_close(named.dense(), information.dense())
 
 
+def test_what_auto_chose_is_not_refused_when_others_take_some_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = perceptron(100, 10)
+    x = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
+    peak = next(o for o in errbar.plan(model, x, structure="dense").options if o.last_layers == 1)
+    left = 1.02 * max(peak.fit_bytes, peak.predict_bytes) / 0.9
+
+    def less_each_time(device: torch.device) -> int:
+        nonlocal left
+        left *= 0.99
+        return int(left)
+
+    monkeypatch.setattr("errbar._base.memory.available_bytes", less_each_time)
+    monkeypatch.setattr("errbar._planning.choice.available_bytes", less_each_time)
+    assert errbar.collect(model, [x], last_layers=1, structure="auto").structure == "dense"
+
+
 def test_auto_is_refused_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, 1000)
     with pytest.raises(

@@ -46,13 +46,14 @@ def structure_that_fits(task: Task, rank: int) -> str:
 def require_fits(task: Task, structure: Structure) -> None:
     """Refuse what would not fit, before anything large is allocated.
 
-    A task from a file has no layout, but then sums of that size are in memory already.
+    What `structure="auto"` chose a moment ago has a tenth to spare, so that others who take memory in between do not
+    turn its choice into a refusal. A task from a file has no layout, but then sums of that size are in memory already.
     """
     if task.layout is None:
         return
     rank = task.rank if task.route is None else DEFAULT_RANK
     peak = planned_cost(structure, _workload(task, task.selection, rank)).peak_bytes
-    if peak > usable_bytes(task.network.device):
+    if peak > available_bytes(task.network.device):
         raise _refusal(task, task.structure, rank, "")
 
 
