@@ -15,7 +15,8 @@ def predicted(*leading: int, classes: int = 3) -> PositionsPrediction:
     generator = torch.Generator().manual_seed(0)
     rows = int(torch.tensor(leading).prod())
     values = torch.rand(rows, classes, 7, generator=generator)
-    return PositionsPrediction.of(Prediction.from_sampler(GivenSampler(values / values.sum(1, keepdim=True))), leading)
+    flat = Prediction.from_sampler(GivenSampler(values / values.sum(1, keepdim=True)))
+    return PositionsPrediction.of(flat, leading, ignore_index=-100)
 
 
 def test_a_segmented_picture_shows_the_std_of_the_most_probable_class() -> None:
