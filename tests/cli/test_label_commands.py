@@ -39,6 +39,10 @@ def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Pat
     facts = said("calibrate", first, data, *MODEL, *DRAWS, "--per-label", "--only", "temperature", "-o", second)
     posterior = errbar.load(second, workspace.model)
     assert facts["label_temperatures"] == list(posterior.label_temperatures)
+    told = said("info", second)
+    assert told["label_temperatures"] == list(posterior.label_temperatures)
+    assert told["label_covariance_scales"] == list(posterior.label_covariance_scales)
+    assert said("info", first)["label_temperatures"] is None
     prediction = posterior.predict(x[:9], 100)
 
     said("predict", second, data, *MODEL, *DRAWS, "--risk", "0.5", "-o", str(tmp_path / "out.jsonl"))

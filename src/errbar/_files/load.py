@@ -22,6 +22,7 @@ from errbar._base.container import Contents, read
 from errbar._base.json_fields import Fields
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
+from errbar._curvature.task import Task
 from errbar._distributions.calibration import Calibration, LabelFactors
 from errbar._files.choice_table import ChoiceTable, read_choice_table
 from errbar._files.task import checked_classes, read_information, read_task
@@ -48,7 +49,8 @@ class FileDescription:
 
     `precision` is the prior's, None for files without one; `batches` counts those in a checkpoint. `output` says where
     the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one.
-    `choice` is the table of `autofit`, None for a posterior that it did not choose.
+    `label_temperatures` and `label_covariance_scales` are T and T_c of each of several labels, None where all have the
+    same. `choice` is the table of `autofit`, None for a posterior that it did not choose.
     """
 
     path: str
@@ -73,6 +75,8 @@ class FileDescription:
     temperature: float | None
     covariance_scale: float | None
     softening: float | None
+    label_temperatures: tuple[float, ...] | None
+    label_covariance_scales: tuple[float, ...] | None
     has_factors: bool
     batches: int | None
     output: str | None
@@ -265,7 +269,7 @@ def _posterior(
         posterior = replace(condition(bound, prior), **vars(calibration))
     else:
         posterior = Posterior(bound, prior, factor.to(bound.network.device), **vars(calibration))
-    return posterior.with_label_factors(_label_factors(fields, information))
+    return posterior.with_label_factors(_label_factors(fields, information.task))
 
 
 def _require_one_network(contents: Contents) -> None:
@@ -438,6 +442,7 @@ def _described(contents: Contents) -> FileDescription | FusionDescription:
 def _description(contents: Contents) -> FileDescription:
     fields = contents.description
     task = read_task(fields)
+    temperatures, scales = _of_each_label(fields, task) if contents.kind == "posterior" else (None, None)
     return FileDescription(
         path=contents.path,
         kind=contents.kind,
@@ -461,6 +466,8 @@ def _description(contents: Contents) -> FileDescription:
         temperature=_temperature(fields) if "temperature" in fields else None,
         covariance_scale=fields.number("covariance_scale", least=0) if "covariance_scale" in fields else None,
         softening=_softening(fields) if contents.kind == "posterior" else None,
+        label_temperatures=temperatures,
+        label_covariance_scales=scales,
         has_factors="factor" in fields,
         batches=fields.part("position").whole("batches", 1) if "position" in fields else None,
         output=None if task.network.output is None else described_output(task.network.output),
@@ -479,14 +486,23 @@ def _softening(fields: Fields) -> float:
     return fields.number("softening", least=0) if "softening" in fields else 0.0
 
 
-def _label_factors(fields: Fields, information: Information) -> LabelFactors | None:
+def _label_factors(fields: Fields, task: Task) -> LabelFactors | None:
     """What T and T_c of each label are times those of all; most posteriors have none."""
     if "label_factors" not in fields:
         return None
     parts = fields.parts("label_factors")
-    if information.task.kind.has_gauge or len(parts) != information.n_classes:
+    if task.kind.has_gauge or len(parts) != task.n_classes:
         raise DamagedFileError(f"{fields.where} has factors of {len(parts)} labels; expected one for each of its own.")
     return tuple((_temperature(part), part.number("covariance_scale", least=0)) for part in parts)
+
+
+def _of_each_label(fields: Fields, task: Task) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """T and T_c of each label of a posterior, None where all have those of the posterior."""
+    factors = _label_factors(fields, task)
+    if factors is None:
+        return None, None
+    T, scale = _temperature(fields), fields.number("covariance_scale", least=0)
+    return tuple(T * factor for factor, _ in factors), tuple(scale * factor for _, factor in factors)
 
 
 def _noun(kind: str) -> str:
