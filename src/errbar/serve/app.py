@@ -226,7 +226,8 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         redoc_url=None,
     )
     predict_model, fuse_model, risk_model = schemas.request_models(desk.service, desk.limits)
-    models = (predict_model, fuse_model, risk_model, schemas.Labels)
+    of_labels = desk.service.of_labels
+    models = (predict_model, fuse_model, risk_model, schemas.LabelLists if of_labels else schemas.Labels)
     _add_errors(app)
 
     async def predict(request: Request) -> Response:
@@ -236,6 +237,11 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         x = await desk.inputs(body, served)
         desk.require_small(len(x), len(served.classes), body.samples)
         extras = frozenset(body.include)
+        if "points" in extras and served.of_labels:
+            raise ArgumentError(
+                "points are of the two leading classes, and the posterior is of outputs='labels', where none leads; "
+                "expected include without points. Use logits."
+            )
         options = _options(body, body.risk, extras)
         work = Predict(served, x, options, desk.ids(len(x)), monitored=body.monitor)
         predictions = await desk.answer(request, work, len(x))
@@ -289,8 +295,8 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
         return Json({name: answer[name] for name in schemas.RiskAnswer.model_fields})
 
     for path, function, model, answer_model in (
-        ("/v1/predict", predict, predict_model, schemas.PredictAnswer),
-        ("/v1/fuse", fuse, fuse_model, schemas.FuseAnswer),
+        ("/v1/predict", predict, predict_model, schemas.LabelPredictAnswer if of_labels else schemas.PredictAnswer),
+        ("/v1/fuse", fuse, fuse_model, schemas.FuseLabelsAnswer if of_labels else schemas.FuseAnswer),
         ("/v1/risk", risk, risk_model, schemas.RiskAnswer),
     ):
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
@@ -310,6 +316,7 @@ def _routes(desk: Desk, token: str | None) -> FastAPI:
 
 def _add_monitor(app: FastAPI, desk: Desk) -> None:
     """The routes of the monitor: labels for what was answered, and what the monitor has seen."""
+    model = schemas.LabelLists if desk.service.of_labels else schemas.Labels
 
     def watching() -> Watch:
         if desk.monitor is None:
@@ -319,16 +326,20 @@ def _add_monitor(app: FastAPI, desk: Desk) -> None:
     async def labels(request: Request) -> Response:
         """Labels of inputs that were answered, by the ids of their answers; in any order, late or never."""
         monitor = watching()
-        body = await _validated(request, schemas.Labels)
+        body = await _validated(request, model)
         classes = next(m.classes for m in desk.service.members if m.name == monitor.posterior)
-        pairs = [(given.id, _label_number(given.label, classes)) for given in body.root]
+        pairs: list[tuple[str, int | list[int]]]
+        if desk.service.of_labels:
+            pairs = [(given.id, _one_each(given.labels, classes)) for given in body.root]
+        else:
+            pairs = [(given.id, _label_number(given.label, classes)) for given in body.root]
         return JSONResponse(await anyio.to_thread.run_sync(monitor.label, pairs))
 
     async def monitor() -> Response:
         """What the monitor has seen: evidence over time, alarms, since when, and how labels agree."""
         return JSONResponse(await anyio.to_thread.run_sync(watching().told))
 
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Labels"}}}
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     app.add_api_route(
         "/v1/labels",
         labels,
@@ -350,6 +361,16 @@ def _label_number(label: int | str, classes: Sequence[str]) -> int:
             "among its classes."
         )
     return label
+
+
+def _one_each(labels: list[int], classes: Sequence[str]) -> list[int]:
+    """The labels of an input, if there is one for each that the posterior has."""
+    if len(labels) != len(classes):
+        raise DataError(
+            f"An input has {len(labels)} labels; expected {len(classes)}, each 0, 1, or -1 for a missing one, in the "
+            "order of GET /v1/model."
+        )
+    return labels
 
 
 def _add_reading(app: FastAPI, desk: Desk) -> None:
@@ -443,8 +464,9 @@ def _gaussians(body: Any, options: AnswerOptions, first: Served) -> FuseGaussian
             raise MismatchError("A covariance is ragged; expected as many rows and columns as classes.") from error
         # Checked in float32, because the numbers may have been computed in it: centred covariances have an eigenvalue
         # of zero, which rounding may take below zero. Fusion ignores that direction.
-        errbar.LogitGaussian(mean.float(), covariance.float())
-        gaussians.append(errbar.LogitGaussian(mean, FullCovariance(covariance)))
+        kind = first.posteriors[0].information.task.kind
+        errbar.LogitGaussian(mean.float(), covariance.float(), kind=kind)
+        gaussians.append(errbar.LogitGaussian(mean, FullCovariance(covariance), kind=kind))
     count = gaussians[0].mean.shape[1]
     names = first.classes if len(first.classes) == count else tuple(str(number) for number in range(count))
     return FuseGaussians(names, tuple(gaussians), options)
@@ -461,6 +483,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
     served = service.first
     each = [posterior.information for posterior in served.posteriors]
     rule, reference = served.pictures, served.reference
+    own = served.posteriors[0] if served.posteriors[0].label_factors is not None else None
     spread = None
     if reference is not None:
         spread = quantiles(reference, [share / 100 for share in range(101)]).tolist()
@@ -469,6 +492,7 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "posteriors": [member.name for member in service.members],
         "about": served.about,
         "version": errbar.__version__,
+        "outputs": "labels" if served.of_labels else "classes",
         "classes": list(served.classes),
         "input_shape": None if served.shape is None else list(served.shape),
         "pictures": None if rule is None else rule.sentence,
@@ -483,6 +507,8 @@ def _description(service: Service, limits: Limits) -> dict[str, Any]:
         "fisher": ", ".join(dict.fromkeys(information.fisher for information in each)),
         "samples": max(information.n_samples for information in each),
         **vars(served.posterior.calibration),
+        "label_temperatures": None if own is None else list(own.label_temperatures),
+        "label_covariance_scales": None if own is None else list(own.label_covariance_scales),
         "calibrated": served.posterior.is_calibrated,
         "reference": spread,
         "examples": [{"input": x.tolist(), "label": label} for x, label in served.examples],

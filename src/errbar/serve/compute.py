@@ -6,7 +6,7 @@ requests in a batch change only the rounding of matrix products (docs/design.md 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import Tensor
 import errbar
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.prediction import LabelPrediction, Prediction
 from errbar._distributions.sampling import GivenSampler
 from errbar.errors import ArgumentError
-from errbar.serve.engine import LEVEL, SAMPLES, SEED, Columns, Statistics
+from errbar.serve.engine import LEVEL, SAMPLES, SEED, Columns
 from errbar.serve.service import Served
 
 # Draws of the logits that are sent for plotting.
@@ -126,7 +126,7 @@ def predict_together(works: Sequence[Predict]) -> list[Answer]:
             plain = served.drawn_logits(x, options.samples, options.seed)
         else:
             plain = LogitGaussian.concatenated([logits[place] for place in places])
-        result = _result(plain.calibrated(_calibration(served, options)), options)
+        result = _result(served.calibrated(plain, _calibration(served, options)), options)
         scores = served.outlier_scores(x, plain) if "outlier" in options.include else None
         descriptions = iter(result.described(served.classes, options, served, scores))
         for place in places:
@@ -164,8 +164,8 @@ def _by_graph(served: Served, works: Sequence[Predict]) -> dict[int, Answer]:
         for entry in answers[place]:
             if "outlier" in works[place].options.include:
                 # With the posterior's own T, T_c and c, samples and seed it is the score of outliers too.
-                entry["outlier"] = served.outlier(entry["mutual_information"])
-        answers[place] = _named(served.classes, answers[place])
+                entry["outlier"] = served.outlier(total_information(entry))
+        answers[place] = _named(served.classes, answers[place], of_labels=served.of_labels)
     return answers
 
 
@@ -175,22 +175,39 @@ def _is_in_graph(served: Served, options: AnswerOptions) -> bool:
     return is_plain and is_usual(served, options)
 
 
-def _columns(found: Statistics) -> Columns:
+def total_information(entry: Mapping[str, Any]) -> float:
+    """The mutual information of an answer; of several labels the sum over them."""
+    information = entry["mutual_information"]
+    return sum(information) if isinstance(information, list) else information
+
+
+def _columns(found: Prediction, level: float) -> Columns:
     """What each answer has, input by input."""
+    lower, upper = found.interval(level)
+    is_decided = not isinstance(found, LabelPrediction)
     return {
-        "label": found.pmf.argmax(1).tolist(),
-        "confidence": found.pmf.amax(1).tolist(),
+        **({"label": found.label.tolist(), "confidence": found.confidence.tolist()} if is_decided else {}),
         "entropy": found.entropy.tolist(),
         "mutual_information": found.mutual_information.tolist(),
         "pmf": found.pmf.tolist(),
         "std": found.std.tolist(),
         "standard_error": found.standard_error.tolist(),
-        "lower": found.lower.tolist(),
-        "upper": found.upper.tolist(),
+        "lower": lower.tolist(),
+        "upper": upper.tolist(),
     }
 
 
-def _named(classes: Sequence[str], entries: Answer) -> Answer:
+def _named(classes: Sequence[str], entries: Answer, *, of_labels: bool) -> Answer:
+    """With the name of the most likely class, or with those of all labels and of the ones that are likely true."""
+    if of_labels:
+        return [
+            {
+                "names": list(classes),
+                "likely": [name for name, f in zip(classes, entry["pmf"], strict=True) if f > 0.5],
+                **entry,
+            }
+            for entry in entries
+        ]
     return [{"class": classes[entry["label"]], **entry} for entry in entries]
 
 
@@ -216,7 +233,8 @@ def with_stored_samples(prediction: Prediction) -> Prediction:
     sampler = prediction.sampler
     if prediction.pmf.numel() * sampler.samples > _STORED or sampler.draws != "random":
         return prediction
-    return Prediction(prediction.pmf, GivenSampler(sampler.block(0, sampler.rows)), prediction.jitter)
+    stored = GivenSampler(sampler.block(0, sampler.rows), sampler.kind)
+    return type(prediction)(prediction.pmf, stored, prediction.jitter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,15 +253,8 @@ class Result:
     ) -> Answer:
         """One mapping per input, ready for JSON; `outlier_scores` come from `Served.outlier_scores`."""
         prediction, include = self.prediction, options.include
-        columns = _columns(
-            Statistics(
-                prediction.pmf,
-                prediction.std,
-                prediction.standard_error,
-                *prediction.interval(options.level),
-                prediction.mutual_information,
-            )
-        )
+        columns = _columns(prediction, options.level)
+        of_labels = not self.gaussian.kind.has_gauge
         if prediction.sampler.samples == 1:
             # JSON cannot express the NaN of one sample.
             columns["standard_error"] = [None] * len(prediction)
@@ -253,17 +264,17 @@ class Result:
             columns["covariance"] = prediction.covariance.tolist()
         if include & {"logits", "points"}:
             if "logits" in include:
-                centered = self.gaussian.rounded().centered()
-                pairs = zip(centered.mean.tolist(), centered.covariance.tolist(), strict=True)
+                # Of several labels nothing is a common shift.
+                shown = self.gaussian.rounded() if of_labels else self.gaussian.rounded().centered()
+                pairs = zip(shown.mean.tolist(), shown.covariance.tolist(), strict=True)
                 columns["logits"] = [{"mean": mean, "covariance": covariance} for mean, covariance in pairs]
             if "points" in include:
                 columns["points"] = _points(self.gaussian, prediction.pmf, options)
         if served is not None and outlier_scores is not None:
             columns["outlier"] = [served.outlier(value) for value in outlier_scores.tolist()]
         names = list(columns)
-        return _named(
-            classes, [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        )
+        entries = [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return _named(classes, entries, of_labels=of_labels)
 
 
 def _limit(thresholds: float | tuple[float, ...], like: Tensor) -> float | Tensor:
@@ -320,10 +331,18 @@ def _fused(work: FuseFrames | FuseGaussians) -> dict[str, Any]:
     calibration = _calibration(work.served, options)
     if isinstance(work.served.posterior, errbar.FusedClassifier):
         return _fused_frames(work, calibration)
+    if work.joint and work.served.of_labels:
+        raise ArgumentError(
+            "The posterior is of outputs='labels', and frames are fused with the covariance between them for one of M "
+            "classes only; expected joint=false, which weights the frames by their precisions."
+        )
     posterior = work.served.posterior.with_calibration(**vars(calibration))
     each = posterior.unrounded_logits(work.x)
     if not work.joint:
-        together = errbar.Track(posterior).add(each).logits
+        if work.served.of_labels:
+            together = errbar.fuse([each[frame : frame + 1] for frame in range(len(work.x))])
+        else:
+            together = errbar.Track(posterior).add(each).logits
         return {
             "fused": _result(together, options).described(classes, options)[0],
             "single": _result(each, options).described(classes, options),
@@ -369,7 +388,8 @@ def _fused_frames(work: FuseFrames, calibration: Calibration) -> dict[str, Any]:
 def _fused_posteriors(work: FusePosteriors) -> Answer:
     options, classes = work.options, work.members[0].classes
     gaussians = [
-        member.plain_logits(work.x).calibrated(_calibration(member, options)).rounded() for member in work.members
+        member.calibrated(member.plain_logits(work.x), _calibration(member, options)).rounded()
+        for member in work.members
     ]
     fused = _result(errbar.fuse(gaussians), options).described(classes, options)
     single = [_result(gaussian, options).described(classes, options) for gaussian in gaussians]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 import errbar
-from errbar._distributions.prediction import entropy_of
 from errbar.errors import ArgumentError, ErrbarError, MissingExtraError, how_to_install
 
 SAMPLES, SEED, LEVEL = 1000, 0, 0.95
@@ -32,22 +30,6 @@ _OUTPUTS = ("pmf", "std", "lower", "upper", "mutual_information")
 _TRIED, _SLOWER = 8, 1.5
 
 Classifier = errbar.Posterior | errbar.FusedClassifier
-
-
-@dataclass(frozen=True, eq=False)
-class Statistics:
-    """What an answer tells of each input."""
-
-    pmf: Float[Tensor, "B M"]
-    std: Float[Tensor, "B M"]
-    standard_error: Float[Tensor, "B M"]
-    lower: Float[Tensor, "B M"]
-    upper: Float[Tensor, "B M"]
-    mutual_information: Float[Tensor, "B"]
-
-    @property
-    def entropy(self) -> Float[Tensor, "B"]:
-        return entropy_of(self.pmf)
 
 
 # What answers have, by name: a list with what each of them has.
@@ -61,6 +43,7 @@ class Graph:
     session: Any
     name: str
     dtype: Any
+    of_labels: bool = False
 
     @staticmethod
     def of(classifier: Classifier, example: Tensor) -> Graph:
@@ -78,7 +61,9 @@ class Graph:
             session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         (given,) = session.get_inputs()
         kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
-        return Graph(session, given.name, kinds[given.type])
+        # Fused classifiers are of classes.
+        of_labels = isinstance(classifier, errbar.Posterior) and not classifier.information.task.kind.has_gauge
+        return Graph(session, given.name, kinds[given.type], of_labels)
 
     def __call__(self, x: Tensor) -> Columns | None:
         """None where a number is not finite: torch then says what is wrong."""
@@ -90,13 +75,11 @@ class Graph:
         # Lists from here on, for which the interpreter's lock is kept: each operation of torch gives it away, and while
         # requests are read, a batch would wait for it tens of times.
         pmf, std, lower, upper, information = (one.tolist() for one in found)
-        if not math.isfinite(sum(information) + sum(sum(row) for row in chain(pmf, std, lower, upper))):
+        shares = information if self.of_labels else (information,)
+        if not math.isfinite(sum(sum(row) for row in chain(shares, pmf, std, lower, upper))):
             return None
-        confidence = [max(row) for row in pmf]
         return {
-            "label": [row.index(most) for row, most in zip(pmf, confidence, strict=True)],
-            "confidence": confidence,
-            "entropy": [-sum(f * math.log(f) for f in row if f > 0) for row in pmf],
+            **(_labels_decided(pmf) if self.of_labels else _classes_decided(pmf)),
             "mutual_information": information,
             "pmf": pmf,
             "std": std,
@@ -105,6 +88,23 @@ class Graph:
             "lower": lower,
             "upper": upper,
         }
+
+
+def _classes_decided(pmf: list[list[float]]) -> Columns:
+    confidence = [max(row) for row in pmf]
+    return {
+        "label": [row.index(most) for row, most in zip(pmf, confidence, strict=True)],
+        "confidence": confidence,
+        "entropy": [_entropy(row) for row in pmf],
+    }
+
+
+def _labels_decided(pmf: list[list[float]]) -> Columns:
+    return {"entropy": [[_entropy((f, 1 - f)) for f in row] for row in pmf]}
+
+
+def _entropy(pmf: Iterable[float]) -> float:
+    return -sum(f * math.log(f) for f in pmf if f > 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,7 +87,7 @@ class Watch(Protocol):
     def close(self) -> None: ...
     def observe(self, entries: Sequence[Mapping[str, Any]]) -> None: ...
     def skip(self, inputs: int) -> None: ...
-    def label(self, pairs: Sequence[tuple[str, int]]) -> dict[str, Any]: ...
+    def label(self, pairs: Sequence[tuple[str, int | list[int]]]) -> dict[str, Any]: ...
     def told(self) -> dict[str, Any]: ...
 
 
@@ -140,8 +140,8 @@ class ServiceMonitor:
             self._skipped += inputs
             self._changed = True
 
-    def label(self, pairs: Sequence[tuple[str, int]]) -> dict[str, Any]:
-        """Labels by the ids of the answers: what became of them, as `schemas.LabelsAnswer`."""
+    def label(self, pairs: Sequence[tuple[str, int | list[int]]]) -> dict[str, Any]:
+        """Labels, or lists of several, by the ids of the answers: what became of them, as `schemas.LabelsAnswer`."""
         names, labels = [name for name, _ in pairs], torch.tensor([label for _, label in pairs])
         with self._lock:
             before = self._monitor.unmatched
@@ -268,6 +268,8 @@ def scores_of(entries: Sequence[Mapping[str, Any]]) -> Scores:
     def column(name: str) -> np.ndarray:
         return np.array([entry[name] for entry in entries])
 
+    if "label" not in entries[0]:  # several labels
+        return Scores.of_labels(column("pmf"), column("entropy"), column("mutual_information"), column("std"))
     deviation = np.array([entry["std"][entry["label"]] for entry in entries])
     return Scores(column("pmf"), column("label"), column("entropy"), column("mutual_information"), deviation)
 

@@ -70,7 +70,10 @@ class Problem(BaseModel):
 
 
 class Logits(BaseModel):
-    """N(mean, covariance) of the logits, minus their mean over the classes, which softmax ignores."""
+    """N(mean, covariance) of the logits, minus their mean over the classes, which softmax ignores.
+
+    Those of several labels are as they are.
+    """
 
     mean: list[float]
     covariance: list[list[float]]
@@ -86,7 +89,9 @@ class Points(BaseModel):
 class Outlier(BaseModel):
     """How much of the doubt about an input is the model's own, compared with the training inputs."""
 
-    mutual_information: float = Field(description="In nats, at the T, T_c and c that the posterior was calibrated to.")
+    mutual_information: float = Field(
+        description="In nats, at the T, T_c and c that the posterior was calibrated to; of several labels their sum."
+    )
     percentile: float = Field(description="Percentage of training inputs with a lower value.")
     times_the_median: float
     training_inputs: int
@@ -116,6 +121,31 @@ class PredictionAnswer(BaseModel):
     outlier: Outlier | None = None
 
 
+class LabelPredictionAnswer(BaseModel):
+    """The probabilities of several labels of one input with their error bars; lists have one number per label.
+
+    Each label is true or false by itself, so `pmf` does not sum to one.
+    """
+
+    id: str | None = Field(None, description="Names this answer, for POST /v1/labels; parts of a fusion have none.")
+    names: list[str] = Field(description="The labels, in the order of all lists.")
+    likely: list[str] = Field(description="Those that are more likely true than not: none, some or all.")
+    entropy: list[float] = Field(description="In nats, of each label.")
+    mutual_information: list[float] = Field(description="The part of each entropy due to the parameters.")
+    pmf: list[float] = Field(description="The probability that each label is true.")
+    std: list[float] = Field(description="Standard deviations of these probabilities: √diag P^f.")
+    standard_error: list[float] | None = Field(
+        description="Monte Carlo error of the probabilities; null with one sample, which does not suffice to estimate "
+        "it."
+    )
+    lower: list[float]
+    upper: list[float]
+    risk: list[float] | None = Field(None, description="Pr{f_l > γ_l}, if thresholds were given.")
+    covariance: list[list[float]] | None = Field(None, description="P^f, between the labels, if requested.")
+    logits: Logits | None = None
+    outlier: Outlier | None = None
+
+
 class PredictAnswer(BaseModel):
     """One prediction per input, in order."""
 
@@ -128,6 +158,12 @@ class PredictAnswer(BaseModel):
     level: float
     predictions: list[PredictionAnswer]
     inputs: list[Any] | None = Field(None, description="The inputs of the network, if requested.")
+
+
+class LabelPredictAnswer(PredictAnswer):
+    """One prediction of several labels per input, in order."""
+
+    predictions: list[LabelPredictionAnswer]  # type: ignore[assignment]
 
 
 class FusedObject(BaseModel):
@@ -149,12 +185,27 @@ class FuseAnswer(BaseModel):
     objects: list[FusedObject]
 
 
+class FusedLabels(FusedObject):
+    """One object with several labels: all sources fused, and each source alone."""
+
+    fused: LabelPredictionAnswer  # type: ignore[assignment]
+    single: list[LabelPredictionAnswer]  # type: ignore[assignment]
+    independent: None = None
+    rank: None = None
+
+
+class FuseLabelsAnswer(FuseAnswer):
+    """One object with several labels for frames and for gaussians; one per input, in order, for posteriors."""
+
+    objects: list[FusedLabels]  # type: ignore[assignment]
+
+
 class InputRisk(BaseModel):
-    """Pr{f_m > γ_m} for each class m of one input."""
+    """Pr{f_m > γ_m} for each class, or label, m of one input."""
 
     risk: list[float]
     pmf: list[float]
-    worst: str = Field(description="The class with the highest risk; the first in case of a tie.")
+    worst: str = Field(description="The class, or label, with the highest risk; the first in case of a tie.")
 
 
 class RiskAnswer(BaseModel):
@@ -197,7 +248,10 @@ class ModelAnswer(BaseModel):
     posteriors: list[str]
     about: str
     version: str
-    classes: list[str]
+    outputs: Literal["classes", "labels"] = Field(
+        description="One of the classes, or several labels that are true or false by themselves."
+    )
+    classes: list[str] = Field(description="The names of the classes, or of the labels.")
     input_shape: list[int] | None
     pictures: str | None = Field(description="How pictures are prepared; null if the model takes none.")
     digits: bool
@@ -217,6 +271,10 @@ class ModelAnswer(BaseModel):
     temperature: float
     covariance_scale: float
     softening: float
+    label_temperatures: list[float] | None = Field(
+        description="T of each label, where labels have their own; a T of a request is multiplied as theirs are."
+    )
+    label_covariance_scales: list[float] | None = Field(description="The same of T_c.")
     calibrated: bool = Field(description="False where T and T_c are both 1, as a fit leaves them.")
     reference: list[float] | None = Field(description="101 percentiles of the training inputs' mutual informations.")
     examples: list[Example]
@@ -235,6 +293,21 @@ class GivenLabel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     id: str = Field(min_length=1, max_length=100)
     label: Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class GivenLabels(BaseModel):
+    """The labels of an input that was answered, 0, 1, or −1 for a missing one, in the order of GET /v1/model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    id: str = Field(min_length=1, max_length=100)
+    labels: Annotated[list[Annotated[int, Field(ge=-1, le=1)]], FailFast(), Field(min_length=1)]
+
+
+class LabelLists(RootModel[list[GivenLabels]]):
+    """The several labels of inputs that were answered, each input once."""
+
+    model_config = ConfigDict(strict=True)
+    root: Annotated[list[GivenLabels], FailFast(), Field(min_length=1, max_length=MOST_LABELS)]
 
 
 class Labels(RootModel[list[GivenLabel]]):

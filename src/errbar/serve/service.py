@@ -85,6 +85,11 @@ class Served:
         return (self.posterior,) if isinstance(self.posterior, errbar.Posterior) else self.posterior.posteriors
 
     @cached_property
+    def of_labels(self) -> bool:
+        """Whether the outputs are several labels, each true or false by itself, and not one of M classes."""
+        return not self.posteriors[0].information.task.kind.has_gauge
+
+    @cached_property
     def _plain(self) -> Classifier:
         return self.posterior.uncalibrated() if isinstance(self.posterior, errbar.Posterior) else self.posterior
 
@@ -113,6 +118,12 @@ class Served:
         if not isinstance(plain, errbar.Posterior) or not self.draws_parameters(samples):
             return self.plain_logits(x)
         return plain.drawn_logits(x, samples, seed)
+
+    def calibrated(self, plain: LogitGaussian, calibration: Calibration) -> LogitGaussian:
+        """Logits without calibration at this one; where labels have factors of T and T_c of their own, with these."""
+        calibrated = plain.calibrated(calibration)
+        factors = self.posterior.label_factors if isinstance(self.posterior, errbar.Posterior) else None
+        return calibrated if factors is None else calibrated.with_label_factors(factors)
 
     def draws_parameters(self, samples: int) -> bool:
         """Whether `predict` would draw parameters for as many samples."""
@@ -157,9 +168,10 @@ class Served:
         return self.mutual_information(plain)
 
     def mutual_information(self, plain: LogitGaussian) -> Float[Tensor, " B"]:
-        """From the logits without calibration, at the posterior's own."""
-        calibrated = plain.calibrated(self.posterior.calibration)
-        return calibrated.predict(self.score_samples).mutual_information.double()
+        """From the logits without calibration, at the posterior's own; of several labels their sum."""
+        calibrated = self.calibrated(plain, self.posterior.calibration)
+        information = calibrated.predict(self.score_samples).mutual_information.double()
+        return information.sum(1) if self.of_labels else information
 
     def with_engine(self, kind: str) -> Served:
         """The same with the engine of this kind, "auto", "onnx" or "torch"."""
@@ -168,7 +180,7 @@ class Served:
             return replace(self, engine=Engine("torch", reason))
 
         def by_torch(x: Tensor) -> object:
-            prediction = self.plain_logits(x).calibrated(self.posterior.calibration).predict(SAMPLES, SEED)
+            prediction = self.calibrated(self.plain_logits(x), self.posterior.calibration).predict(SAMPLES, SEED)
             return prediction.std, prediction.interval(LEVEL), prediction.mutual_information
 
         known = [x for x, _ in self.examples]
@@ -210,10 +222,20 @@ class Service:
         names = [member.name for member in self.members]
         if not names or len(set(names)) != len(names):
             raise ArgumentError(f"The posteriors served are named {names}; expected one or more with different names.")
+        if len({member.of_labels for member in self.members}) > 1:
+            raise ArgumentError(
+                "Some of the posteriors served are of outputs='labels' and others of outputs='classes', whose answers "
+                "differ; expected the same of all. Start a service for each."
+            )
 
     @property
     def first(self) -> Served:
         return self.members[0]
+
+    @property
+    def of_labels(self) -> bool:
+        """Whether all posteriors are of several labels; none is where one is not."""
+        return self.first.of_labels
 
     def member(self, name: str | None) -> Served:
         for member in self.members:
@@ -238,7 +260,7 @@ def served(
     `layout` is (channels, height, width) of inputs that are pictures in another shape.
     """
     network = posterior if isinstance(posterior, errbar.Posterior) else posterior.posteriors[0]
-    network.information.task.require_classes("errbar serve")
+    network.information.task.require_inputs("errbar serve")
     count = network.information.n_classes
     names = tuple(str(number) for number in range(count)) if classes is None else tuple(classes)
     known = None if reference is None else training_reference(posterior, reference, names)
@@ -269,7 +291,7 @@ def training_reference(posterior: Classifier, data: Any, classes: Sequence[str])
         x = batch.args[0] if batch.args else None
         if isinstance(x, Tensor):
             labels = None if batch.labels is None else torch.as_tensor(batch.labels)
-            names = [""] * len(x) if labels is None else [classes[int(label)] for label in labels]
+            names = [""] * len(x) if labels is None else [_label_name(label, classes) for label in labels]
             for row, name in zip(x, names, strict=True):
                 if name in by_class or len(by_class) < _EXAMPLES:
                     by_class.setdefault(name, [])
@@ -283,12 +305,21 @@ def training_reference(posterior: Classifier, data: Any, classes: Sequence[str])
             break
     if not scores:
         raise DataError("The reference data are empty: expected training inputs to compare with.")
-    order = [name for name in (*classes, "") if name in by_class]
+    order = [*by_class] if scored.of_labels else [name for name in (*classes, "") if name in by_class]
     rounds = zip_longest(*(by_class[name] for name in order))
     turns = [(row, name) for turn in rounds for row, name in zip(turn, order, strict=True) if row is not None]
     examples = sorted(turns[:_EXAMPLES], key=lambda example: order.index(example[1]))
     sorted_scores = torch.cat(scores)[:REFERENCE_INPUTS].sort().values
     return Reference(sorted_scores, tuple(examples), ends, _ranges(inputs))
+
+
+def _label_name(label: Tensor, classes: Sequence[str]) -> str:
+    """The class of an input, or those of its several labels that are known to be true; empty if none is given."""
+    if label.ndim == 0:
+        return classes[int(label)]
+    if bool((label < 0).all()):
+        return ""
+    return ", ".join(name for name, value in zip(classes, label.tolist(), strict=True) if value == 1) or "none"
 
 
 def _ranges(inputs: Sequence[Tensor]) -> tuple[ValueRange, ...] | None:

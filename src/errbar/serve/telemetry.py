@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 
+from errbar.serve.compute import total_information
 from errbar.serve.service import Served
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
@@ -86,13 +87,20 @@ class Metrics:
         # What answers say, so that drift shows: each of the posterior that was asked.
         each = ["posterior"]
         self.classes = Counter(
-            "errbar_answers", "Predictions by their most likely class.", [*each, "class"], registry=self.registry
+            "errbar_answers",
+            "Predictions by their most likely class, or by each label more likely true than not.",
+            [*each, "class"],
+            registry=self.registry,
         )
         self.confidence = Histogram(
             "errbar_confidence", "Probability of the most likely class.", each, buckets=_SHARES, registry=self.registry
         )
         self.information = Histogram(
-            "errbar_mutual_information", "In nats.", each, buckets=_NATS, registry=self.registry
+            "errbar_mutual_information",
+            "In nats; of several labels the sum.",
+            each,
+            buckets=_NATS,
+            registry=self.registry,
         )
         self.compared = Counter(
             "errbar_compared", "Predictions whose outlier score could be compared.", each, registry=self.registry
@@ -105,16 +113,21 @@ class Metrics:
         )
 
     def answers(self, served: Served, entries: Sequence[Mapping[str, Any]], *, is_usual: bool) -> None:
-        """Count predictions; those with T, T_c, c, samples or seed of the request only by their class."""
+        """Count predictions; those with T, T_c, c, samples or seed of the request only by their class.
+
+        Of several labels each that is more likely true than not is counted, and mutual informations are added.
+        """
         name = served.name
         for entry in entries:
-            self.classes.labels(name, entry["class"]).inc()
+            for decided in entry["likely"] if served.of_labels else (entry["class"],):
+                self.classes.labels(name, decided).inc()
             if is_usual:
-                self.confidence.labels(name).observe(entry["confidence"])
-                self.information.labels(name).observe(entry["mutual_information"])
+                if not served.of_labels:  # there is no one label to be confident of
+                    self.confidence.labels(name).observe(entry["confidence"])
+                self.information.labels(name).observe(total_information(entry))
         if is_usual and served.usual_limit is not None:
             self.compared.labels(name).inc(len(entries))
-            unusual = sum(entry["mutual_information"] > served.usual_limit for entry in entries)
+            unusual = sum(total_information(entry) > served.usual_limit for entry in entries)
             self.outliers.labels(name).inc(unusual)
 
     def batch(self, inputs: int, seconds: float) -> None:

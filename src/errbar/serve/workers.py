@@ -34,7 +34,7 @@ from errbar.serve.telemetry import Log, added
 
 # Seconds between two looks at the workers, and that one has to tell its counters: one that hangs holds up nobody.
 _LOOK, _TELL = 0.2, 0.5
-# What the monitor needs of an answer; covariances and points stay in the worker.
+# What the monitor needs of an answer (several labels have no `label`); covariances and points stay in the worker.
 _OBSERVED = ("id", "label", "pmf", "std", "entropy", "mutual_information")
 _OF_MONITOR = ("observe", "skip", "label", "told")
 
@@ -101,12 +101,12 @@ class SharedMonitor:
         """Nothing."""
 
     def observe(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        self._line.ask("observe", [{name: entry[name] for name in _OBSERVED} for entry in entries])
+        self._line.ask("observe", [{name: entry[name] for name in _OBSERVED if name in entry} for entry in entries])
 
     def skip(self, inputs: int) -> None:
         self._line.ask("skip", inputs)
 
-    def label(self, pairs: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    def label(self, pairs: Sequence[tuple[str, int | list[int]]]) -> dict[str, Any]:
         found: dict[str, Any] = self._line.ask("label", pairs)
         return found
 

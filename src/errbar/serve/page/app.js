@@ -8,7 +8,7 @@ import { Pad, pixels } from "./pad.js";
 import { Rows } from "./rows.js";
 import { tabs } from "./tabs.js";
 import { MOST_VALUES, Values } from "./values.js";
-import { usual, words } from "./words.js";
+import { labelWords, usual, words } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const LARGEST_SIDE = 1024;
@@ -66,6 +66,8 @@ async function reconnect() {
 
 // ------------------------------------------------------------------------------------------------------------ asking
 
+function ofLabels() { return state.model.outputs === "labels"; }
+
 function requestOptions() {
   const options = { seed: 0, level: 0.95 };
   if (state.temperature !== null) options.temperature = state.temperature;
@@ -85,7 +87,7 @@ async function refresh() {
   if (!source) { showNothing(); say(""); settle("empty"); return; }
   settle("busy");
   try {
-    const include = ["covariance", "logits", "points", "outlier", "input"];
+    const include = ["covariance", "logits", ...(ofLabels() ? [] : ["points"]), "outlier", "input"];
     const answer = await ask("/v1/predict", { ...source, ...requestOptions(), risk: state.rows.gamma, include, ...TRIED });
     let object = null;
     if (state.views.length) {
@@ -106,12 +108,13 @@ const update = latest(refresh);
 function showWords() {
   const { prediction } = state.answer;
   const { classes, digits } = state.model;
-  const told = words(prediction, { classes, digits, marked: state.rows.marked });
+  const told = ofLabels() ? labelWords(prediction, { marked: state.rows.marked }) : words(prediction, { classes, digits, marked: state.rows.marked });
   at("verdict").replaceChildren(...told.sentences.map((sentence, place) => element("span", {}, (place ? " " : "") + sentence)));
   at("verdict").dataset.danger = told.danger.length > 0;
   const best = prediction.label;
   const truth = state.label ? ` This example is labelled ${state.label}.` : "";
-  at("verdict-numbers").textContent = `${prediction.class}: ${percent(prediction.confidence)}, 95 % interval ${percent(prediction.lower[best])} to ${percent(prediction.upper[best])}.${truth}`;
+  if (ofLabels()) at("verdict-numbers").textContent = truth.trim();
+  else at("verdict-numbers").textContent = `${prediction.class}: ${percent(prediction.confidence)}, 95 % interval ${percent(prediction.lower[best])} to ${percent(prediction.upper[best])}.${truth}`;
 }
 
 function show(object) {
@@ -119,8 +122,10 @@ function show(object) {
   const { prediction, input } = state.answer;
   showWords();
   state.rows.show(prediction);
-  state.range ||= planeRange([prediction]);
-  at("plane-note").textContent = drawPlane(at("plane"), prediction, model.classes, state.range);
+  if (!ofLabels()) {
+    state.range ||= planeRange([prediction]);
+    at("plane-note").textContent = drawPlane(at("plane"), prediction, model.classes, state.range);
+  }
   drawHeat(at("heat"), prediction, model.classes, state.rows.shown, (sentence) => { at("heat-note").textContent = sentence; });
   if (model.reference) {
     drawOutlier(at("outlier"), model.reference, prediction.outlier);
@@ -373,13 +378,25 @@ async function open() {
   if (!some.length) { update(); return; }
   settle("busy");
   try {
-    const include = classes.length <= MOST_LOGITS ? ["logits", "points"] : [];
+    const include = classes.length <= MOST_LOGITS && !ofLabels() ? ["logits", "points"] : [];
     const { predictions } = await ask("/v1/predict", { inputs: some.map(({ input }) => input), include, ...requestOptions(), ...TRIED });
     if (include.length) state.range = planeRange(predictions);
-    const leads = predictions.map(({ pmf }) => { const [a, b] = [...pmf].sort((x, y) => y - x); return a - b; });
+    const leads = predictions.map(({ pmf }) => {
+      if (ofLabels()) return Math.min(...pmf.map((f) => Math.abs(f - 0.5)));
+      const [a, b] = [...pmf].sort((x, y) => y - x);
+      return a - b;
+    });
     const { input, label } = some[leads.indexOf(Math.min(...leads))];
     useArray(input, label);
   } catch (trouble) { failed(trouble); }
+}
+
+// Several labels have no two that lead, and their views are fused by the API alone.
+function speakOfLabels() {
+  for (const id of ["plane", "views"]) at(id).closest("section").hidden = true;
+  at("another").hidden = true;
+  at("column-name").textContent = "label";
+  at("rows-note").textContent = "Bars show the probability that each label is true, whiskers its 95 % interval; labels are true or false by themselves. The dial shows the probability that the label is more probable than its γ, which you can drag. Mark a label as dangerous with its flag: its risk is then coloured.";
 }
 
 // The second tab, if the service monitors its answers.
@@ -403,7 +420,8 @@ async function start() {
   at("foot").textContent = `errbar ${model.version} · ${model.posterior}: ${model.networks > 1 ? `${model.networks} networks fused, ` : ""}${model.parameters} parameters of ${model.layers.length} layers, ${model.structure}, ${model.fisher} · information of ${plain(model.samples)} training inputs · T ${plain(model.temperature)}, ${model.networks > 1 ? "q" : "T_c"} ${plain(model.covariance_scale)}${model.softening ? `, c ${plain(model.softening)}` : ""}`;
   at("preparation").textContent = model.pictures || "";
   inputs();
-  state.rows = new Rows(at("rows"), model.classes, update, () => { if (state.answer) showWords(); });
+  if (ofLabels()) speakOfLabels();
+  state.rows = new Rows(at("rows"), model.classes, update, () => { if (state.answer) showWords(); }, ofLabels() ? "label" : "class");
   if (!model.reference) {
     empty(at("outlier"), "No training data to compare with.");
     at("outlier-note").textContent = "Start the service with --reference DATA to see how unusual an input is.";

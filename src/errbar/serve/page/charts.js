@@ -104,7 +104,7 @@ export function drawHeat(box, prediction, classes, places, tell) {
   });
   const frame = svg("rect", { class: "chosen", width: side, height: side, visibility: "hidden" });
   const chart = svg("svg", { viewBox: `0 0 ${left + size + 8} ${top + size + 6}`, role: "img", tabindex: 0 }, ...parts, frame);
-  chart.setAttribute("aria-label", `Covariance of the probabilities of ${count} classes; arrow keys read its cells`);
+  chart.setAttribute("aria-label", `Covariance of the probabilities of ${count} ${prediction.names ? "labels" : "classes"}; arrow keys read its cells`);
   const at = box.heatAt || (box.heatAt = { row: 0, column: 0 });
   const choose = (row, column) => {
     Object.assign(at, { row: Math.min(Math.max(row, 0), count - 1), column: Math.min(Math.max(column, 0), count - 1) });

@@ -7,9 +7,10 @@ const MOST = 12;
 const FLAG = "M4.5 14V2.5M4.5 3h7.5l-2 2.8 2 2.8H4.5";
 
 export class Rows {
-  constructor(box, classes, changed, marked) {
+  constructor(box, classes, changed, marked, noun = "class") {
     this.box = box;
     this.classes = classes;
+    this.noun = noun;
     this.changed = changed;
     this.remark = marked;
     this.gamma = classes.map(() => 0.05);
@@ -36,7 +37,7 @@ export class Rows {
     const bar = element("span", { className: "bar", hidden: true });
     const whisker = element("span", { className: "whisker", hidden: true });
     const slider = element("input", { type: "range", min: 0, max: 1, step: 0.005, value: this.gamma[place] });
-    slider.setAttribute("aria-label", `Threshold γ of class ${name}`);
+    slider.setAttribute("aria-label", `Threshold γ of ${this.noun} ${name}`);
     slider.addEventListener("input", () => {
       this.gamma[place] = Number(slider.value);
       this.tell(slider, place);
@@ -52,7 +53,7 @@ export class Rows {
     const track = element("span", { className: "track" }, element("span", { className: "scale" }, ...lines, bar, whisker), slider);
     const flag = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: FLAG }));
     const mark = element("button", { type: "button", className: "mark" }, element("span", { className: "name" }, name), flag);
-    mark.setAttribute("aria-label", `Class ${name} is dangerous`);
+    mark.setAttribute("aria-label", `${this.noun === "class" ? "Class" : "Label"} ${name} is dangerous`);
     mark.title = `Mark ${name} as dangerous`;
     const row = element("div", { className: "row" }, mark, track, numbers, gauge);
     row.dataset.class = name;
@@ -93,7 +94,7 @@ export class Rows {
     }
     for (const [place, line] of this.lines) {
       const [f, low, high, std, risk] = ["pmf", "lower", "upper", "std", "risk"].map((name) => prediction[name][place]);
-      line.row.dataset.leading = place === prediction.label;
+      line.row.dataset.leading = prediction.names ? f > 0.5 : place === prediction.label;
       for (const node of [line.bar, line.whisker]) node.hidden = false;
       line.bar.style.width = `${100 * f}%`;
       line.whisker.style.left = `${100 * low}%`;

@@ -45,6 +45,18 @@ export function words(prediction, { classes, digits = false, marked = [] }) {
   return { sentences, foreign: isForeign, wide: isWide, danger };
 }
 
+// The same of several labels, each true or false by itself.
+export function labelWords(prediction, { marked = [] }) {
+  const { names, likely } = prediction;
+  const listed = (list) => list.map((name) => `“${name}”`).join(", ");
+  const sentences = [likely.length ? `More likely true than not: ${listed(likely)}.` : "No label is more likely true than not."];
+  const open = names.filter((_, place) => prediction.lower[place] < 0.5 && prediction.upper[place] > 0.5);
+  if (open.length) sentences.push(`The model itself is unsure of ${listed(open)}.`);
+  const danger = marked.filter((place) => prediction.risk && prediction.risk[place] >= 0.5);
+  if (danger.length) sentences.push(`Danger: ${listed(danger.map((place) => names[place]))} ${danger.length > 1 ? "are" : "is"} more probable than accepted.`);
+  return { sentences, danger };
+}
+
 // How usual an input is, by the percentage of training inputs of which the model was surer.
 export function usual(percentile, count) {
   if (percentile >= 100) return `The model is less sure of this input than of any of ${count} training inputs.`;
