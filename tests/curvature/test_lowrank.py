@@ -400,6 +400,7 @@ def test_ranks_that_are_no_number_of_rows_are_refused(rank: int) -> None:
 
 def test_what_does_not_fit_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("errbar._base.memory.available_bytes", lambda device: 10**6)
+    monkeypatch.setattr("errbar._planning.choice.available_bytes", lambda device: 10**6)
     model = torch.nn.Linear(100, 10)
     with pytest.raises(SizeError, match=r"structure='lowrank' of 1,010 parameters needs .* MiB on cpu"):
         errbar.fit(model, [torch.zeros(2, 100)], last_layers=1, structure="lowrank")
