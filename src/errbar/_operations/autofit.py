@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from errbar._base.execution import plain_execution
 from errbar._base.memory import usable_bytes
 from errbar._base.progress import note
+from errbar._curvature.workload import by_device
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
@@ -38,6 +39,7 @@ from errbar._operations.held_out import HeldOut, gathered, held_out_of_gaussians
 from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
 from errbar._operations.overlap import Overlap
 from errbar._operations.search import calibration_near, largest_covariance
+from errbar._planning.choice import cost_of
 from errbar._posterior.collect import Request, collect, collect_several
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, logits_of_each
@@ -48,8 +50,9 @@ from errbar.errors import ArgumentError, CalibrationWarning, CovarianceError, Da
 # The priors that the held-out data choose among: decades, because T_c makes up for what lies between.
 PRECISIONS = tuple(10.0**step for step in range(-2, 5))
 _FEW_PRECISIONS = (1.0, 100.0)
-# A factorisation that takes longer is not repeated for many priors; nor are the draws of more classes held for many.
-_QUICK, _FEW_CLASSES = 2.0, 100
+# A factorisation of more products in float64 is not repeated for many priors: a second or two, but by sizes, so that
+# the same call tries the same priors again. Nor are the draws of more classes held for many.
+_MOST_PRODUCTS, _FEW_CLASSES = {"cpu": 5e10, "cuda": 1e13}, 100
 _FINAL_DRAWS, _KEPT_DRAWS = 1000, 1000
 # The share of the time that is left for the last fit.
 _SHARE_AT_END = 0.08
@@ -395,11 +398,8 @@ class _Search:
         """With the prior by the evidence (1 without labels), and with those that held-out data may choose."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            begin = time.monotonic()
             first = condition(information, Prior(1.0))
-            # Seconds differ between ranks, and all must do the same.
-            is_quick = information.n_classes <= _FEW_CLASSES and time.monotonic() - begin < _QUICK
-            is_quick = self.team.broadcast(is_quick)
+            is_quick = self._is_quick(information)
             prior = Prior(1.0)
             if information.log_likelihood is not None:
                 prior = prior_by_evidence(information, EVIDENCE_PRECISIONS if is_quick else _FEW_PRECISIONS, self.tick)
@@ -414,6 +414,12 @@ class _Search:
                 if other.jitter == 0:
                     others.append(other)
         return by_evidence, others
+
+    def _is_quick(self, information: Information) -> bool:
+        """Whether there is time for many priors. What came from a file has no plan, and counts as exact."""
+        cost = cost_of(information.task)
+        products = float(information.n_parameters) ** 3 if cost is None else cost.once_products - cost.first_products
+        return information.n_classes <= _FEW_CLASSES and products <= by_device(_MOST_PRODUCTS, self.device.type)
 
     def _variants(self, posteriors: Sequence[Posterior]) -> tuple[list[Posterior], list[HeldOut], float]:
         """The held-out Gaussians of each posterior from one pass, and the microseconds for an input of one of them.
