@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import errbar
 from errbar import metrics
-from errbar._operations import search
+from errbar._calibration import search
 from errbar.experiments import datasets
 from errbar.experiments.pretrained import find_weights
 from errbar.experiments.problem import Samples, halves

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from errbar._base.progress import track
+from errbar._calibration.folds import divided
+from errbar._calibration.held_out import HeldOut
+from errbar._calibration.search import calibration_near, largest_covariance
 from errbar._distributions.sampling import SamplingRoot
 from errbar._operations.choice import Row, Trial, best_trial, is_as_good
-from errbar._operations.folds import divided
-from errbar._operations.held_out import HeldOut
 from errbar._operations.links import judged, scaled_softmax
-from errbar._operations.search import calibration_near, largest_covariance
 
 CLASSES, FOLDS, FRESH, TEMPERATURE = 5, 5, 20_000, 1.5
 # Scale of the covariance, parameters, and whether the structure counts as exact.

@@ -45,6 +45,7 @@ if "torch" in _sys.modules and _sys.modules["torch"].distributed.is_available():
 
 if _TYPE_CHECKING:
     from errbar import metrics
+    from errbar._calibration.calibrate import calibrate
     from errbar._distributions.calibration import Calibration
     from errbar._distributions.logits import JointLogits, LogitGaussian
     from errbar._distributions.prediction import LabelPrediction, Prediction
@@ -53,7 +54,6 @@ if _TYPE_CHECKING:
     from errbar._monitor.monitor import Monitor
     from errbar._operations.acquire import acquire
     from errbar._operations.autofit import autofit
-    from errbar._operations.calibrate import calibrate
     from errbar._operations.calibrate_fusion import calibrate_fusion
     from errbar._operations.choice import Choice, Row
     from errbar._operations.choose_prior import choose_prior
@@ -152,7 +152,7 @@ _NAMES = {
     "_monitor.monitor": ("Monitor",),
     "_operations.acquire": ("acquire",),
     "_operations.autofit": ("autofit",),
-    "_operations.calibrate": ("calibrate",),
+    "_calibration.calibrate": ("calibrate",),
     "_operations.calibrate_fusion": ("calibrate_fusion",),
     "_operations.choice": ("Choice", "Row"),
     "_operations.choose_prior": ("choose_prior",),

@@ -118,7 +118,7 @@ def test_a_search_for_a_calibration_runs_on_one_thread(monkeypatch: pytest.Monke
     from torch import nn
 
     import errbar
-    from errbar._operations import search
+    from errbar._calibration import search
 
     torch.manual_seed(0)
     model = nn.Linear(2, 3).double()

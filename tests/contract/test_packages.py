@@ -28,6 +28,7 @@ PACKAGES = [
     "_posterior",
     "_files",
     "_export",
+    "_calibration",
     "_operations",
     "_monitor",
     "plots",

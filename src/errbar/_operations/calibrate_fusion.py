@@ -18,12 +18,13 @@ from torch import Tensor
 from errbar._base.execution import plain_execution
 from errbar._base.memory import require_memory
 from errbar._base.progress import track
+from errbar._calibration.folds import divided, group_numbers, require_folds, standard_error
+from errbar._calibration.overlap import Overlap
 from errbar._distributed.shards import opened_raw
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_samples, require_seed
 from errbar._model.batch import Unpack, checked_labels
-from errbar._operations.folds import divided, group_numbers, require_folds, standard_error
 from errbar._operations.fused import FusedClassifier, batch_of_each, require_posteriors
 from errbar._operations.fusion_table import FusionRow, FusionTable
 from errbar._operations.fusion_variants import (
@@ -41,7 +42,6 @@ from errbar._operations.fusion_variants import (
     fitted,
     without,
 )
-from errbar._operations.overlap import Overlap
 from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, CalibrationWarning, DataError, MismatchError
 

@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar._base.memory import readable
+from errbar._calibration.folds import standard_error
 from errbar._distributions.calibration import Calibration
 from errbar._files.choice_table import ChoiceTable
 from errbar._files.save import save_posterior
-from errbar._operations.folds import standard_error
 from errbar._operations.links import Scores
 from errbar._posterior.posterior import Posterior
 

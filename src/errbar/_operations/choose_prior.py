@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from errbar._base.progress import track
+from errbar._calibration.held_out import held_out_nll
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Unpack, batches
 from errbar._model.selection import owner
-from errbar._operations.held_out import held_out_nll
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition
 from errbar._posterior.prior import Prior

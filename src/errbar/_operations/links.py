@@ -15,15 +15,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar._distributions.calibration import Calibration
-from errbar._operations.held_out import HeldOut
-from errbar._operations.question import LITTLE, NAMES, OBJECTIVES, TWO
-from errbar._operations.search import (
+from errbar._calibration.held_out import HeldOut
+from errbar._calibration.question import LITTLE, NAMES, OBJECTIVES, TWO
+from errbar._calibration.search import (
     TEMPERATURE_BOUNDS,
     best_calibration,
     calibration_near,
     temperature_scaling,
 )
+from errbar._distributions.calibration import Calibration
 
 LINKS = (TWO, NAMES)
 # Draws while searching, fewer where there are many numbers; four times as many for the scores out of fold. Few draws

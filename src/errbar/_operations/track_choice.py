@@ -20,10 +20,10 @@ from torch import Tensor
 from errbar._base import linalg
 from errbar._base.memory import require_memory
 from errbar._base.progress import track as shown
+from errbar._calibration.held_out import HeldOut
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.sampling import require_samples, require_seed
 from errbar._model.batch import checked_labels
-from errbar._operations.held_out import HeldOut
 from errbar._operations.track import (
     Contrasts,
     Track,

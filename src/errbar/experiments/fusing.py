@@ -18,14 +18,14 @@ from torch import Tensor
 import errbar
 from errbar._base.execution import plain_execution
 from errbar._base.progress import track
+from errbar._calibration.folds import group_numbers
+from errbar._calibration.held_out import HeldOut
+from errbar._calibration.question import OBJECTIVES
+from errbar._calibration.search import best_calibration
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import FullCovariance
 from errbar._operations.calibrate_fusion import FusionChoice, best_fusion
-from errbar._operations.folds import group_numbers
 from errbar._operations.fusion_variants import Alone, Fit, PmfPool, Pool, Readings, draws_for, fitted
-from errbar._operations.held_out import HeldOut
-from errbar._operations.question import OBJECTIVES
-from errbar._operations.search import best_calibration
 
 FUSED, FUSED_RAW = "calibrate_fusion", "calibrate_fusion, posteriors not calibrated"
 BEST, BEST_WIDE, FUSE = "best network, T", "best network, errbar", "errbar.fuse"

@@ -21,9 +21,9 @@ from torch import Tensor
 import errbar
 from errbar._base.atomic import write_file
 from errbar._base.progress import track
+from errbar._calibration.folds import group_numbers, standard_error
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import FullCovariance
-from errbar._operations.folds import group_numbers, standard_error
 from errbar.errors import ArgumentError
 from errbar.experiments import fusing, tracking
 from errbar.experiments.fusing import Seen, calibration_of, gaussians_of

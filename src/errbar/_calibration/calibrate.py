@@ -11,13 +11,13 @@ from typing import Any
 
 from errbar._base.checks import require_option
 from errbar._base.execution import plain_execution
+from errbar._calibration.held_out import HeldOut, read_held_out
+from errbar._calibration.question import NAMES, OBJECTIVES, TWO
+from errbar._calibration.search import best_calibration
 from errbar._distributed.team import team_of
 from errbar._distributions.calibration import Calibration, LabelFactors
 from errbar._distributions.sampling import require_samples
 from errbar._model.batch import Unpack
-from errbar._operations.held_out import HeldOut, read_held_out
-from errbar._operations.question import NAMES, OBJECTIVES, TWO
-from errbar._operations.search import best_calibration
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import held_draws
 from errbar.errors import ArgumentError, CalibrationWarning

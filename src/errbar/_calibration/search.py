@@ -25,10 +25,9 @@ from torch import Tensor
 
 from errbar._base.optimise import Slopes, quasi_newton, turning_point
 from errbar._base.threads import one_thread
-from errbar._distributions.calibration import Calibration
-from errbar._operations.ece_search import distinct, least_ece, least_ece_near
-from errbar._operations.held_out import HeldOut
-from errbar._operations.question import (
+from errbar._calibration.ece_search import distinct, least_ece, least_ece_near
+from errbar._calibration.held_out import HeldOut
+from errbar._calibration.question import (
     LITTLE,
     LOG_LIKELIHOOD_RATIO,
     NAMES,
@@ -39,6 +38,7 @@ from errbar._operations.question import (
     Objective,
     Question,
 )
+from errbar._distributions.calibration import Calibration
 
 TEMPERATURE_BOUNDS = (1e-2, 1e2)
 COVARIANCE_SCALE_BOUNDS = (1e-4, 1e4)

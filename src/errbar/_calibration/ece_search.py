@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from errbar._base.optimise import pattern_search, turning_point
-from errbar._operations.question import TWO, Minimum, Question
+from errbar._calibration.question import TWO, Minimum, Question
 
 _BISECTION_SAMPLES, _COARSE_SAMPLES, _PATTERN_SAMPLES = 50, 100, 200
 # How many of the coarse grid are looked at more closely.

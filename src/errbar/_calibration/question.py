@@ -13,8 +13,8 @@ from torch import Tensor
 
 from errbar import metrics
 from errbar._base.optimise import Slopes
+from errbar._calibration.held_out import HeldOut
 from errbar._distributions.calibration import Calibration
-from errbar._operations.held_out import HeldOut
 
 NAMES = ("temperature", "covariance_scale", "softening")
 TWO = NAMES[:2]

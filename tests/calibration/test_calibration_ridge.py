@@ -13,9 +13,9 @@ from torch import Tensor
 
 import errbar
 from data import shuffled_digits
+from errbar._calibration.held_out import HeldOut
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.sampling import SamplingRoot
-from errbar._operations.held_out import HeldOut
 from errbar.experiments import coverage as study
 from networks import trained
 

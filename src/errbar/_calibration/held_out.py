@@ -20,6 +20,8 @@ from torch import Tensor
 
 from errbar._base.execution import plain_execution
 from errbar._base.linalg import exp_without_subnormals_, softmax_without_subnormals_
+from errbar._calibration.overlap import Overlap
+from errbar._calibration.position_rows import chosen_positions
 from errbar._curvature.task import Task
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team
@@ -27,8 +29,6 @@ from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, Unpack
-from errbar._operations.overlap import Overlap
-from errbar._operations.position_rows import chosen_positions
 from errbar._posterior.posterior import Posterior
 from errbar._posterior.pushing import held_draws, keeps_draws, require_room
 from errbar.errors import DataError, LabelError

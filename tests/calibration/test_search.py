@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from errbar import metrics
-from errbar._distributions.calibration import Calibration
-from errbar._distributions.sampling import SamplingRoot
-from errbar._operations.held_out import HeldOut
-from errbar._operations.question import LITTLE, NAMES, OBJECTIVES, TWO
-from errbar._operations.search import (
+from errbar._calibration.held_out import HeldOut
+from errbar._calibration.question import LITTLE, NAMES, OBJECTIVES, TWO
+from errbar._calibration.search import (
     ABOVE_TEMPERATURE_SCALING,
     best_calibration,
     calibration_near,
     largest_covariance,
     temperature_scaling,
 )
+from errbar._distributions.calibration import Calibration
+from errbar._distributions.sampling import SamplingRoot
 
 
 def problem(count: int = 1500, *, softening: float = 0.0, temperature: float = 1.5, seed: int = 0) -> HeldOut:
