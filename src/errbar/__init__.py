@@ -50,19 +50,19 @@ if _TYPE_CHECKING:
     from errbar._distributions.logits import JointLogits, LogitGaussian
     from errbar._distributions.prediction import LabelPrediction, Prediction
     from errbar._files.load import FileDescription, FusionDescription, info, load, merge, verify
+    from errbar._fusion.calibrate_fusion import calibrate_fusion
+    from errbar._fusion.fuse import fuse, fuse_frames
+    from errbar._fusion.fused import FusedClassifier
+    from errbar._fusion.track import Track, frame_noise
+    from errbar._fusion.track_choice import calibrate_track
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
     from errbar._operations.acquire import acquire
     from errbar._operations.autofit import autofit
-    from errbar._operations.calibrate_fusion import calibrate_fusion
     from errbar._operations.choice import Choice, Row
     from errbar._operations.choose_prior import choose_prior
     from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
-    from errbar._operations.fused import FusedClassifier
-    from errbar._operations.fusion import fuse, fuse_frames
     from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
-    from errbar._operations.track import Track, frame_noise
-    from errbar._operations.track_choice import calibrate_track
     from errbar._planning.plan import Option, Plan, plan
     from errbar._posterior.collect import collect
     from errbar._posterior.information import Information
@@ -153,15 +153,15 @@ _NAMES = {
     "_operations.acquire": ("acquire",),
     "_operations.autofit": ("autofit",),
     "_calibration.calibrate": ("calibrate",),
-    "_operations.calibrate_fusion": ("calibrate_fusion",),
+    "_fusion.calibrate_fusion": ("calibrate_fusion",),
     "_operations.choice": ("Choice", "Row"),
     "_operations.choose_prior": ("choose_prior",),
     "_operations.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
-    "_operations.fused": ("FusedClassifier",),
-    "_operations.fusion": ("fuse", "fuse_frames"),
+    "_fusion.fused": ("FusedClassifier",),
+    "_fusion.fuse": ("fuse", "fuse_frames"),
     "_operations.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
-    "_operations.track": ("Track", "frame_noise"),
-    "_operations.track_choice": ("calibrate_track",),
+    "_fusion.track": ("Track", "frame_noise"),
+    "_fusion.track_choice": ("calibrate_track",),
     "_planning.plan": ("Option", "Plan", "plan"),
     "_posterior.collect": ("collect",),
     "_posterior.information": ("Information",),

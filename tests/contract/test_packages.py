@@ -29,6 +29,7 @@ PACKAGES = [
     "_files",
     "_export",
     "_calibration",
+    "_fusion",
     "_operations",
     "_monitor",
     "plots",
@@ -48,8 +49,8 @@ DOORS = {
     ("_posterior.information", "_files.save"),
     ("_posterior.posterior", "_files.save"),
     ("_posterior.posterior", "_export.write"),
-    ("_files.load", "_operations.fused"),
-    ("_files.load", "_operations.fusion_table"),
+    ("_files.load", "_fusion.fused"),
+    ("_files.load", "_fusion.table"),
 }
 
 # A structure in two files: the second is a form of the first, or its linear algebra.

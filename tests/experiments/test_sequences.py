@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import errbar
 from data import generator
 from errbar import metrics
-from errbar._operations.fusion import with_frame_noise
+from errbar._fusion.fuse import with_frame_noise
 from errbar.experiments import sequences
 from errbar.experiments.views import rotated, views
 from networks import trained

@@ -34,8 +34,8 @@ from errbar._posterior.prior import Prior
 from errbar.errors import ArgumentError, DamagedFileError, FileError, MismatchError
 
 if TYPE_CHECKING:
-    from errbar._operations.fused import FusedClassifier
-    from errbar._operations.fusion_table import FusionTable
+    from errbar._fusion.fused import FusedClassifier
+    from errbar._fusion.table import FusionTable
 
 Path = str | os.PathLike[str]
 KINDS = ("posterior", "information", "checkpoint", "fusion")
@@ -287,7 +287,7 @@ def _fusion(
     unpack: Unpack | None,
     output: Output,
 ) -> FusedClassifier:
-    from errbar._operations.fused import FusedClassifier
+    from errbar._fusion.fused import FusedClassifier
 
     if contents.kind != "fusion":
         raise _one_network(contents, models)
@@ -347,7 +347,7 @@ def _numbers(fields: Fields) -> dict[str, Any]:
 
 def _fusion_table(fields: Fields, count: int) -> FusionTable | None:
     """What `calibrate_fusion` compared; None for fusions made by hand, and in files of before it was kept."""
-    from errbar._operations.fusion_table import FusionRow, FusionTable
+    from errbar._fusion.table import FusionRow, FusionTable
 
     if "table" not in fields:
         return None

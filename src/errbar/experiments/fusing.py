@@ -24,8 +24,8 @@ from errbar._calibration.question import OBJECTIVES
 from errbar._calibration.search import best_calibration
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.covariance import FullCovariance
-from errbar._operations.calibrate_fusion import FusionChoice, best_fusion
-from errbar._operations.fusion_variants import Alone, Fit, PmfPool, Pool, Readings, draws_for, fitted
+from errbar._fusion.calibrate_fusion import FusionChoice, best_fusion
+from errbar._fusion.variants import Alone, Fit, PmfPool, Pool, Readings, draws_for, fitted
 
 FUSED, FUSED_RAW = "calibrate_fusion", "calibrate_fusion, posteriors not calibrated"
 BEST, BEST_WIDE, FUSE = "best network, T", "best network, errbar", "errbar.fuse"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import metrics
 from errbar._base.progress import track
-from errbar._operations.track import option_name
+from errbar._fusion.track import option_name
 from errbar.experiments import automatic, cleaning, coverage, methods, peers, sequences, structures
 from errbar.experiments.evaluation import contrasting, evaluate, scores
 from errbar.experiments.methods import Method, batched

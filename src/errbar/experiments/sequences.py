@@ -31,9 +31,9 @@ from errbar._base.checks import Checks
 from errbar._base.execution import plain_execution
 from errbar._base.progress import track as shown
 from errbar._distributions.logits import JointLogits, LogitGaussian
+from errbar._fusion.fuse import fuse, fuse_frames
+from errbar._fusion.track import Track, scatter_within
 from errbar._model.batch import input_batch
-from errbar._operations.fusion import fuse, fuse_frames
-from errbar._operations.track import Track, scatter_within
 from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, DataError, FusionNotice
 

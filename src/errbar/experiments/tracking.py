@@ -20,7 +20,7 @@ from torch import Tensor
 import errbar
 from errbar import metrics
 from errbar._base.progress import track as shown
-from errbar._operations.track import growth_of_evidence, option_name
+from errbar._fusion.track import growth_of_evidence, option_name
 from errbar.errors import FusionNotice
 from errbar.experiments.sequences import FLOOR, first_frames, joint_logits, tracked
 

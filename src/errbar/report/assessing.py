@@ -12,9 +12,9 @@ import torch
 from errbar._base.progress import track
 from errbar._curvature.mixture import described_structure
 from errbar._files.choice_table import ChoiceTable
+from errbar._fusion.fused import FusedClassifier
 from errbar._model.batch import Batch, Unpack, batches, count_batches
 from errbar._model.outputs import CLASSES
-from errbar._operations.fused import FusedClassifier
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, ErrbarError
 from errbar.report import checking, scoring

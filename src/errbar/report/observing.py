@@ -14,8 +14,8 @@ from torch import Tensor
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
+from errbar._fusion.fused import FusedClassifier
 from errbar._model.batch import Batch, checked_labels
-from errbar._operations.fused import FusedClassifier
 from errbar._posterior.posterior import Posterior
 from errbar._posterior.pushing import pushed_draws
 from errbar.errors import DataError

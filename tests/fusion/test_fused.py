@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import errbar
 from data import draw, generator
-from errbar._operations.calibrate_fusion import best_fusion, simplest_of_best, tolerance
-from errbar._operations.fusion_variants import (
+from errbar._fusion.calibrate_fusion import best_fusion, simplest_of_best, tolerance
+from errbar._fusion.variants import (
     Numbers,
     Pool,
     Readings,

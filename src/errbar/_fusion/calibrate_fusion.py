@@ -1,6 +1,6 @@
 """`calibrate_fusion`: scales, discrepancies, T and q of several classifiers together, from held-out data.
 
-`FusedClassifier` states the formula, `fusion_variants` how each variant is fitted. Which variant is taken is decided by
+`FusedClassifier` states the formula, `variants` how each variant is fitted. Which variant is taken is decided by
 cross-validation, with preference for the simple ones: few held-out data give the mean of the logits.
 """
 
@@ -24,10 +24,9 @@ from errbar._distributed.shards import opened_raw
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_samples, require_seed
-from errbar._model.batch import Unpack, checked_labels
-from errbar._operations.fused import FusedClassifier, batch_of_each, require_posteriors
-from errbar._operations.fusion_table import FusionRow, FusionTable
-from errbar._operations.fusion_variants import (
+from errbar._fusion.fused import FusedClassifier, batch_of_each, require_posteriors
+from errbar._fusion.table import FusionRow, FusionTable
+from errbar._fusion.variants import (
     Alone,
     Fit,
     Numbers,
@@ -42,6 +41,7 @@ from errbar._operations.fusion_variants import (
     fitted,
     without,
 )
+from errbar._model.batch import Unpack, checked_labels
 from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, CalibrationWarning, DataError, MismatchError
 

@@ -28,7 +28,7 @@ from errbar._base.container import read, write
 from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction
-from errbar._operations.fusion import checked_noise
+from errbar._fusion.fuse import checked_noise
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import (
     ArgumentError,

@@ -30,8 +30,8 @@ from errbar._distributions.covariance import FullCovariance
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.prediction import Prediction, require_level
 from errbar._distributions.sampling import require_samples, require_seed
+from errbar._fusion.table import FusionTable
 from errbar._model.batch import Batch, KeptUnpack, Unpack, is_stream, raw_batches, to_batch
-from errbar._operations.fusion_table import FusionTable
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import ArgumentError, DataError, MismatchError, SingularCovarianceError
 

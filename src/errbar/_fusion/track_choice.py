@@ -23,8 +23,7 @@ from errbar._base.progress import track as shown
 from errbar._calibration.held_out import HeldOut
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.sampling import require_samples, require_seed
-from errbar._model.batch import checked_labels
-from errbar._operations.track import (
+from errbar._fusion.track import (
     Contrasts,
     Track,
     contrasts_of,
@@ -37,6 +36,7 @@ from errbar._operations.track import (
     scatter_within,
     squared_distance,
 )
+from errbar._model.batch import checked_labels
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar.errors import DataError, LabelError
 
