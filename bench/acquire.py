@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import errbar
-from errbar._operations.conditioned import Conditioned
+from errbar._deciding.conditioned import Conditioned
 
 TRAINED, INPUTS, CLASSES = 1000, 784, 10
 CASES: dict[str, dict[str, Any]] = {

@@ -46,6 +46,9 @@ if "torch" in _sys.modules and _sys.modules["torch"].distributed.is_available():
 if _TYPE_CHECKING:
     from errbar import metrics
     from errbar._calibration.calibrate import calibrate
+    from errbar._deciding.acquire import acquire
+    from errbar._deciding.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
+    from errbar._deciding.outliers import OutlierScores, outlier_scores, rank_outliers
     from errbar._distributions.calibration import Calibration
     from errbar._distributions.logits import JointLogits, LogitGaussian
     from errbar._distributions.prediction import LabelPrediction, Prediction
@@ -57,12 +60,9 @@ if _TYPE_CHECKING:
     from errbar._fusion.track_choice import calibrate_track
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
-    from errbar._operations.acquire import acquire
     from errbar._operations.autofit import autofit
     from errbar._operations.choice import Choice, Row
     from errbar._operations.choose_prior import choose_prior
-    from errbar._operations.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
-    from errbar._operations.outliers import OutlierScores, outlier_scores, rank_outliers
     from errbar._planning.plan import Option, Plan, plan
     from errbar._posterior.collect import collect
     from errbar._posterior.information import Information
@@ -150,16 +150,16 @@ _NAMES = {
     "_files.load": ("FileDescription", "FusionDescription", "info", "load", "merge", "verify"),
     "_monitor.martingales": ("Alarm",),
     "_monitor.monitor": ("Monitor",),
-    "_operations.acquire": ("acquire",),
+    "_deciding.acquire": ("acquire",),
     "_operations.autofit": ("autofit",),
     "_calibration.calibrate": ("calibrate",),
     "_fusion.calibrate_fusion": ("calibrate_fusion",),
     "_operations.choice": ("Choice", "Row"),
     "_operations.choose_prior": ("choose_prior",),
-    "_operations.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
+    "_deciding.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
     "_fusion.fused": ("FusedClassifier",),
     "_fusion.fuse": ("fuse", "fuse_frames"),
-    "_operations.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
+    "_deciding.outliers": ("OutlierScores", "outlier_scores", "rank_outliers"),
     "_fusion.track": ("Track", "frame_noise"),
     "_fusion.track_choice": ("calibrate_track",),
     "_planning.plan": ("Option", "Plan", "plan"),

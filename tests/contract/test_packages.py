@@ -30,6 +30,7 @@ PACKAGES = [
     "_export",
     "_calibration",
     "_fusion",
+    "_deciding",
     "_operations",
     "_monitor",
     "plots",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import errbar
 from errbar import report
 from errbar._calibration import held_out as calibration
+from errbar._deciding.outliers import without_own_label
 from errbar._distributions.covariance import DrawnCovariance, FactoredCovariance, FullCovariance, drawn
-from errbar._operations.outliers import without_own_label
 from errbar._posterior import posterior as posterior_module
 from errbar._posterior.pushing import affordable_draws, keeps_draws, pushed_draws
 from errbar.serve.compute import AnswerOptions, Predict, compute

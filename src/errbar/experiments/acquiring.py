@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import errbar
 from errbar import metrics
 from errbar._base.progress import track
-from errbar._operations.acquire import RULES
+from errbar._deciding.acquire import RULES
 from errbar.errors import ArgumentError
 from errbar.experiments.evaluation import paired
 from errbar.experiments.networks import paper_network, small_convolutional_network

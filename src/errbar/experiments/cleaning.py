@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from errbar._deciding.outliers import outlier_scores
 from errbar._distributions.sampling import require_seed
-from errbar._operations.outliers import outlier_scores
 from errbar._posterior.posterior import Posterior
 from errbar.errors import ArgumentError, DataError
 from errbar.experiments.sequences import mean_logits

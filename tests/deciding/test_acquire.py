@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import errbar
 from data import draw
-from errbar._operations import acquire as module
+from errbar._deciding import acquire as module
 from networks import mlp, seeded
 
 POOL, CHOSEN = 60, 8

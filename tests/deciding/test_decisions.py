@@ -17,8 +17,8 @@ from torch import Tensor
 import errbar
 from chance import fewest, most
 from data import drawn_labels
+from errbar._deciding.decisions import _running_p_values, error_bound
 from errbar._distributions.sampling import GivenSampler
-from errbar._operations.decisions import _running_p_values, error_bound
 
 SCORES = ["aps", "lac"]
 

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 from errbar._base.checks import require_option, whole_number
 from errbar._base.progress import track
+from errbar._deciding.conditioned import Conditioned
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import require_samples, require_seed
 from errbar._model.batch import Batch, Unpack, batches, count_batches, in_order, joined, leaves
-from errbar._operations.conditioned import Conditioned
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import affordable_draws
 from errbar.errors import ArgumentError, DataError
@@ -49,7 +49,7 @@ def acquire(
             than once: an iterator is held in memory, and a shuffled DataLoader is read in the order of its data set.
         k: how many.
         by: "information" chooses one after the other the input whose label tells most about the parameters,
-            ½ ln det(I + Λ^½ J P Jᵀ Λ^½), with P conditioned on those chosen before (`_operations.conditioned`), so that
+            ½ ln det(I + Λ^½ J P Jᵀ Λ^½), with P conditioned on those chosen before (`_deciding.conditioned`), so that
             a choice is not k copies of one doubt; without T, T_c and c. The others look at each input by itself:
             "mutual_information" of its label and the parameters (BALD), "entropy" of its PMF, "margin", the least
             difference between its two largest probabilities; or "random". Of several labels (`outputs="labels"`)

@@ -1,0 +1,1 @@
+"""What follows from a posterior: which action to take, what to label next, which inputs and labels to look at."""
