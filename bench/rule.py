@@ -26,9 +26,9 @@ from errbar._base.progress import track
 from errbar._calibration.folds import divided
 from errbar._calibration.held_out import HeldOut
 from errbar._calibration.search import calibration_near, largest_covariance
+from errbar._choosing.choice import Row, Trial, best_trial, is_as_good
+from errbar._choosing.links import judged, scaled_softmax
 from errbar._distributions.sampling import SamplingRoot
-from errbar._operations.choice import Row, Trial, best_trial, is_as_good
-from errbar._operations.links import judged, scaled_softmax
 
 CLASSES, FOLDS, FRESH, TEMPERATURE = 5, 5, 20_000, 1.5
 # Scale of the covariance, parameters, and whether the structure counts as exact.

@@ -46,6 +46,9 @@ if "torch" in _sys.modules and _sys.modules["torch"].distributed.is_available():
 if _TYPE_CHECKING:
     from errbar import metrics
     from errbar._calibration.calibrate import calibrate
+    from errbar._choosing.autofit import autofit
+    from errbar._choosing.choice import Choice, Row
+    from errbar._choosing.choose_prior import choose_prior
     from errbar._deciding.acquire import acquire
     from errbar._deciding.decisions import AbstentionRule, ConformalRule, Decision, abstention, conformal, decide
     from errbar._deciding.outliers import OutlierScores, outlier_scores, rank_outliers
@@ -60,9 +63,6 @@ if _TYPE_CHECKING:
     from errbar._fusion.track_choice import calibrate_track
     from errbar._monitor.martingales import Alarm
     from errbar._monitor.monitor import Monitor
-    from errbar._operations.autofit import autofit
-    from errbar._operations.choice import Choice, Row
-    from errbar._operations.choose_prior import choose_prior
     from errbar._planning.plan import Option, Plan, plan
     from errbar._posterior.collect import collect
     from errbar._posterior.information import Information
@@ -151,11 +151,11 @@ _NAMES = {
     "_monitor.martingales": ("Alarm",),
     "_monitor.monitor": ("Monitor",),
     "_deciding.acquire": ("acquire",),
-    "_operations.autofit": ("autofit",),
+    "_choosing.autofit": ("autofit",),
     "_calibration.calibrate": ("calibrate",),
     "_fusion.calibrate_fusion": ("calibrate_fusion",),
-    "_operations.choice": ("Choice", "Row"),
-    "_operations.choose_prior": ("choose_prior",),
+    "_choosing.choice": ("Choice", "Row"),
+    "_choosing.choose_prior": ("choose_prior",),
     "_deciding.decisions": ("AbstentionRule", "ConformalRule", "Decision", "abstention", "conformal", "decide"),
     "_fusion.fused": ("FusedClassifier",),
     "_fusion.fuse": ("fuse", "fuse_frames"),

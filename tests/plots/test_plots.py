@@ -18,7 +18,7 @@ from matplotlib.patches import Ellipse, Rectangle
 from torch import Tensor
 
 from errbar import LogitGaussian, metrics, plots
-from errbar._operations.choice import Choice, Row
+from errbar._choosing.choice import Choice, Row
 from errbar.errors import ArgumentError, MissingExtraError
 
 

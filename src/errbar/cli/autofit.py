@@ -122,7 +122,7 @@ def run(here: Session, request: Request) -> None:
 
 
 def _prepared(here: Session, request: Request) -> _Prepared:
-    from errbar._operations.candidates import listed_candidates
+    from errbar._choosing.candidates import listed_candidates
     from errbar.cli.inputs import TRAINING, class_names
     from errbar.cli.models import reproducible_model_of, require_class_names
     from errbar.cli.output import require_new

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 import errbar
-from errbar._operations.candidates import Question
+from errbar._choosing.candidates import Question
 from errbar._posterior.collect import collect_several
 from errbar.experiments.evaluation import evaluate, paired
 from errbar.experiments.methods import batched, of_posterior, tempered

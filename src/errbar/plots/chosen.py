@@ -10,7 +10,7 @@ from errbar.plots.curves import BLUE, DASHED, GREY, INK, SMALL, TEXT, VERMILION,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from errbar._operations.choice import Choice, Row
+    from errbar._choosing.choice import Choice, Row
 
 _LINE, _LABELS = 0.21, 3.1
 # The picture is as wide as the candidates need; what is far worse than all of them has an arrow.
@@ -23,7 +23,7 @@ def choice(choice: Choice, *, ax: Axes | None = None) -> Axes:
     Left of the line is better than temperature scaling. The chosen one is blue and bold, with a filled mark; those that
     are worse by more than 3e-4, and so could not be chosen, have a hollow vermilion one. The plain softmax is on top.
     """
-    from errbar._operations.choice import TOLERANCE, Choice
+    from errbar._choosing.choice import TOLERANCE, Choice
 
     if not isinstance(choice, Choice):
         raise ArgumentError(f"choice is a {type(choice).__name__}; expected what errbar.autofit returns.")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import errbar
-from errbar._operations import choose_prior
+from errbar._choosing import choose_prior
 from networks import trained
 
 STRUCTURES = ["dense", "block", "kron", "diag", "lowrank"]

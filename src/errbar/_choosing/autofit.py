@@ -25,6 +25,11 @@ from errbar._calibration.folds import Groups, read_folds, require_folds
 from errbar._calibration.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
 from errbar._calibration.overlap import Overlap
 from errbar._calibration.search import calibration_near, largest_covariance
+from errbar._choosing.candidates import Candidate, Listed, Question, listed_candidates
+from errbar._choosing.choice import Choice, Row, Trial, best_trial, is_as_good, reason_for, reason_without, scored_row
+from errbar._choosing.choose_prior import PRECISIONS as EVIDENCE_PRECISIONS
+from errbar._choosing.choose_prior import prior_by_evidence
+from errbar._choosing.links import Judged, Scores, judged, plain_softmax, scaled_softmax
 from errbar._curvature.workload import by_device
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
@@ -34,11 +39,6 @@ from errbar._distributions.sampling import require_seed
 from errbar._model.batch import Batch, Unpack, count_batches, in_order, pieces, with_raw
 from errbar._model.network import Output
 from errbar._model.outputs import require_classes_alone
-from errbar._operations.candidates import Candidate, Listed, Question, listed_candidates
-from errbar._operations.choice import Choice, Row, Trial, best_trial, is_as_good, reason_for, reason_without, scored_row
-from errbar._operations.choose_prior import PRECISIONS as EVIDENCE_PRECISIONS
-from errbar._operations.choose_prior import prior_by_evidence
-from errbar._operations.links import Judged, Scores, judged, plain_softmax, scaled_softmax
 from errbar._planning.choice import cost_of
 from errbar._posterior.collect import Request, collect, collect_several
 from errbar._posterior.information import Information

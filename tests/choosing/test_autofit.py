@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import errbar
 from errbar._calibration.folds import divided, group_numbers, standard_error
+from errbar._choosing import autofit as module
+from errbar._choosing.candidates import Candidate, Question
+from errbar._choosing.choice import Choice, Row, Trial, best_trial, reason_for
 from errbar._distributions.calibration import Calibration
-from errbar._operations import autofit as module
-from errbar._operations.candidates import Candidate, Question
-from errbar._operations.choice import Choice, Row, Trial, best_trial, reason_for
 from errbar._planning.plan import Subject
 from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from errbar._base.memory import readable
 from errbar._calibration.folds import standard_error
+from errbar._choosing.links import Scores
 from errbar._distributions.calibration import Calibration
 from errbar._files.choice_table import ChoiceTable
 from errbar._files.save import save_posterior
-from errbar._operations.links import Scores
 from errbar._posterior.posterior import Posterior
 
 # In nats per sample: how much worse than temperature scaling a candidate may be, out of fold, and how much worse it

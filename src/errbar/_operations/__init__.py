@@ -1,1 +1,0 @@
-"""Operations on posteriors and predictions: calibration, priors, outliers, decisions, fusion."""
