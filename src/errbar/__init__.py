@@ -65,8 +65,9 @@ if _TYPE_CHECKING:
     from errbar._monitor.monitor import Monitor
     from errbar._planning.plan import Option, Plan, plan
     from errbar._posterior.collect import collect
+    from errbar._posterior.fit import fit
     from errbar._posterior.information import Information
-    from errbar._posterior.posterior import Posterior, condition, fit
+    from errbar._posterior.posterior import Posterior, condition
     from errbar._posterior.prior import Prior
 
 __all__ = [
@@ -164,8 +165,9 @@ _NAMES = {
     "_fusion.track_choice": ("calibrate_track",),
     "_planning.plan": ("Option", "Plan", "plan"),
     "_posterior.collect": ("collect",),
+    "_posterior.fit": ("fit",),
     "_posterior.information": ("Information",),
-    "_posterior.posterior": ("Posterior", "condition", "fit"),
+    "_posterior.posterior": ("Posterior", "condition"),
     "_posterior.prior": ("Prior",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

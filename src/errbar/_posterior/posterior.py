@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from errbar._base.checks import Checks
 from errbar._base.execution import graph_execution, plain_execution
-from errbar._curvature.lowrank import DEFAULT_RANK
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
 from errbar._derivative.trace import TopClasses
@@ -39,11 +38,11 @@ from errbar._distributions.sampling import (
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
 from errbar._model.fixed import FixedNetwork
-from errbar._model.network import Output, require_finite_logits, unwrap
+from errbar._model.network import require_finite_logits, unwrap
 from errbar._model.outputs import CLASSES
-from errbar._model.positions import IGNORE_INDEX, HeadNetwork, with_shapes_of_model
+from errbar._model.positions import HeadNetwork, with_shapes_of_model
 from errbar._planning.notice import tell_of_factorisation, tell_of_prediction
-from errbar._posterior.collect import DEFAULT_EVERY, Request, accumulate_over, collected
+from errbar._posterior.collect import accumulate_over
 from errbar._posterior.information import Information
 from errbar._posterior.positions import (
     DRAWS,
@@ -54,7 +53,6 @@ from errbar._posterior.positions import (
 )
 from errbar._posterior.prior import Prior
 from errbar._posterior.pushing import keeps_draws, pushed_deviations, require_top
-from errbar._posterior.width import warn_of_width
 from errbar.errors import ArgumentError, LabelError, WeightsChangedError
 
 # Rounding of the information above this share of the prior gives a warning.
@@ -623,59 +621,6 @@ def _warn_of_rounding(factor: Factor, precision: Float[Tensor, "n"]) -> None:
 def jitter_limit(dtype: torch.dtype) -> float:
     """Rounding of float32 products can leave eigenvalues below zero; the prior usually lifts them, jitter if not."""
     return 1e-12 if dtype == torch.float64 else 1e-6
-
-
-def fit(
-    model: nn.Module,
-    data: Any,
-    *,
-    prior: Prior | None = None,
-    last_layers: int | None = None,
-    parameters: str | Sequence[str] | None = None,
-    fisher: str = "ggn",
-    draws: int = 1,
-    seed: int = 0,
-    structure: str | Mapping[str, str] = "dense",
-    rank: int = DEFAULT_RANK,
-    precision: str | None = None,
-    unpack: Unpack | None = None,
-    output: Output = None,
-    outputs: str = "classes",
-    class_weights: Any = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    every: int = DEFAULT_EVERY,
-    group: Any = None,
-    progress: bool = False,
-    positions: float = 1.0,
-    ignore_index: int = IGNORE_INDEX,
-) -> Posterior:
-    """`condition(collect(model, data, ...), prior)`: from a trained model and its training data to a posterior.
-
-    With a `PosteriorWarning` where it is far too wide to be used before it is calibrated (`_posterior.width`).
-    """
-    request = Request(
-        model=model,
-        last_layers=last_layers,
-        parameters=parameters,
-        fisher=fisher,
-        draws=draws,
-        seed=seed,
-        structure=structure,
-        rank=rank,
-        precision=precision,
-        unpack=unpack,
-        output=output,
-        outputs=outputs,
-        class_weights=class_weights,
-        checkpoint=checkpoint,
-        every=every,
-        positions=positions,
-        ignore_index=ignore_index,
-    )
-    information, first = collected(request, data, group=group, progress=progress)
-    posterior = condition(information, Prior() if prior is None else prior)
-    warn_of_width(posterior, first, team_of(group))
-    return posterior
 
 
 def logits_of_each(posteriors: Sequence[Posterior], x: Any) -> list[LogitGaussian]:
