@@ -19,8 +19,9 @@ from errbar._calibration.folds import divided, group_numbers, standard_error
 from errbar._choosing import autofit as module
 from errbar._choosing.candidates import Candidate, Question
 from errbar._choosing.choice import Choice, Row, Trial, best_trial, reason_for
+from errbar._curvature.layout import Inspection
 from errbar._distributions.calibration import Calibration
-from errbar._planning.plan import Subject
+from errbar._planning import plan as planning
 from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 
 ONE = [{"last_layers": 1}]
@@ -671,13 +672,13 @@ def test_the_cheapest_come_first_and_what_is_nearly_as_quick_keeps_its_place(mon
 
 def test_the_network_is_looked_at_once_for_all_candidates(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = Subject.of
+    real = planning.inspect
 
-    def looked(*arguments: Any, **keywords: Any) -> Subject:
+    def looked(*arguments: Any, **keywords: Any) -> Inspection:
         sizes.append(1)
         return real(*arguments, **keywords)
 
-    monkeypatch.setattr(Subject, "of", looked)
+    monkeypatch.setattr(planning, "inspect", looked)
     found, _ = Question(model, TRAIN, 30, None, None, None, None).candidates(None)
     assert len(found) == 5
     assert len(sizes) == 1

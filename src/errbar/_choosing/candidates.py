@@ -12,7 +12,7 @@ from torch import nn
 from errbar._model.batch import Unpack
 from errbar._model.network import Output
 from errbar._planning.choice import cost_of
-from errbar._planning.plan import Option, Subject, plan_of
+from errbar._planning.plan import Option, Subject, plan
 from errbar._posterior.collect import Request
 from errbar._posterior.information import Information
 from errbar.errors import ArgumentError, ErrbarError, MismatchError
@@ -197,12 +197,13 @@ class Question:
     @cached_property
     def _subject(self) -> Subject:
         """Looked at once: each look takes several passes of a batch, which may be a large part of the data."""
-        return Subject.of(self.model, self.example, self.unpack, self.output)
+        return Subject(self.model, self.example, self.unpack, self.output)
 
     def _option(self, request: Request) -> Option | None:
         """The first structure of the plan that fits; the structure that was asked for unless that is "auto"."""
-        planned = plan_of(
-            lambda: self._subject,
+        planned = plan(
+            self.model,
+            self._subject,
             self.memory,
             fisher=request.fisher,
             rank=request.rank,

@@ -6,8 +6,9 @@ time of a forward pass: nothing is differentiated, and nothing large is allocate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -166,53 +167,6 @@ def plan(
             "The cost of outputs='positions' depends on how many positions count, which no plan knows; expected "
             "outputs='classes' or 'labels'. A fit to a few inputs tells more."
         )
-    return plan_of(
-        lambda: Subject.of(model, example, unpack, output, outputs),
-        memory,
-        last_layers=last_layers,
-        parameters=parameters,
-        structure=structure,
-        fisher=fisher,
-        rank=rank,
-        precision=precision,
-        samples=samples,
-        draws=draws,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A network that was looked at with a batch: what takes forward passes, and serves any number of plans."""
-
-    inspection: Inspection
-    layout: Layout
-    size: int
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, example: Any, unpack: Unpack | None, output: Output, outputs: str = "classes"
-    ) -> Subject:
-        network = Network(model, output, require_outputs(outputs), marked=False)
-        with plain_execution(network.device):
-            batch = network.prepare(to_batch(example, unpack), Checks(network.device))
-            inspection = inspect(network, batch)  # this call refuses unsupported models
-            return cls(inspection, _timed(inspection.layout, batch), len(batch))
-
-
-def plan_of(
-    look: Callable[[], Subject],
-    memory: int | None,
-    *,
-    last_layers: int | None = None,
-    parameters: str | Sequence[str] | None = None,
-    structure: str | Mapping[str, str] | None = None,
-    fisher: str = "ggn",
-    rank: int = DEFAULT_RANK,
-    precision: str | None = None,
-    samples: int = 1000,
-    draws: int = 1,
-) -> Plan:
-    """`plan` of a subject, at which it looks once the rest of what is asked was found to be right."""
     kind = require_fisher(fisher)
     require_option("precision", precision, (None, "float64"))
     text = None if structure is None else require_structure(structure)
@@ -223,8 +177,8 @@ def plan_of(
         raise ArgumentError(f"rank is {rank!r}; expected a whole number of one or more.")
     if memory is not None and (whole_number(memory) or 0) < 1:
         raise ArgumentError(f"memory is {memory!r}; expected a whole number of bytes, 1 or more.")
-    subject = look()
-    inspection, layout = subject.inspection, subject.layout
+    subject = example if isinstance(example, Subject) else Subject(model, example, unpack, output, outputs)
+    inspection, layout, size = subject.looked
     network = layout.network
     inspection.require_gauge(kind)
     limit = usable_bytes(network.device) if memory is None else int(memory)
@@ -238,8 +192,28 @@ def plan_of(
     asked = None if text == "auto" else text
     form = fisher_form(network.kind, kind)
     request = _Request(asked, form, dtype, directions, samples, scores if kind == "sampled" else 0, limit)
-    options = [option for question in questions for option in request.options(question, layout, subject.size, speed)]
-    return Plan(tuple(options), limit, subject.size, str(network.device))
+    options = [option for question in questions for option in request.options(question, layout, size, speed)]
+    return Plan(tuple(options), limit, size, str(network.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A network with an example: in place of the example it serves any number of plans, and is looked at once."""
+
+    model: nn.Module
+    example: Any
+    unpack: Unpack | None = None
+    output: Output = None
+    outputs: str = "classes"
+
+    @cached_property
+    def looked(self) -> tuple[Inspection, Layout, int]:
+        """What takes forward passes of the example, which may be a large part of the data; and its size."""
+        network = Network(self.model, self.output, require_outputs(self.outputs), marked=False)
+        with plain_execution(network.device):
+            batch = network.prepare(to_batch(self.example, self.unpack), Checks(network.device))
+            inspection = inspect(network, batch)  # this call refuses unsupported models
+            return inspection, _timed(inspection.layout, batch), len(batch)
 
 
 def _timed(layout: Layout, batch: Batch) -> Layout:
