@@ -18,7 +18,7 @@ from errbar._model.batch import batches, count_batches
 from errbar._model.outputs import LABELS
 from errbar.cli.inputs import Source
 from errbar.cli.session import Session, table
-from errbar.errors import ArgumentError, DataError
+from errbar.errors import DataError
 
 
 def evaluate_labels(
@@ -32,11 +32,7 @@ def evaluate_labels(
     report: Path | None = None,
 ) -> None:
     """Measure what the network alone says, σ(g), and what the posterior says, and answer with tables."""
-    if here.team.size > 1:
-        raise ArgumentError(
-            f"errbar evaluate of several labels was started {here.team.size} times by torchrun; expected one process. "
-            "Leave torchrun out."
-        )
+    here.require_one_process("evaluate of several labels")
     network, calibrated, labels = _read(here, posterior, source, samples, seed)
     variants = {"network": network, "posterior": calibrated}
     scores = {name: _scores(probability, labels) for name, probability in variants.items()}

@@ -17,7 +17,7 @@ from errbar._model.batch import batches, count_batches
 from errbar._posterior.positions import counted_positions
 from errbar.cli.inputs import Source
 from errbar.cli.session import Session, table
-from errbar.errors import ArgumentError, LabelError
+from errbar.errors import LabelError
 
 
 @dataclass(eq=False)
@@ -58,11 +58,7 @@ def evaluate_positions(
     report: Path | None = None,
 ) -> None:
     """Measure what the network alone says, and the posterior before and after calibration, and answer with a table."""
-    if here.team.size > 1:
-        raise ArgumentError(
-            f"errbar evaluate of positions was started {here.team.size} times by torchrun; expected one process. Leave "
-            "torchrun out."
-        )
+    here.require_one_process("evaluate of positions")
     task = posterior.information.task
     assert task.positions is not None
     variants = {"network": posterior.uncalibrated().with_calibration(covariance_scale=0.0)}

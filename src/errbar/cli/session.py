@@ -69,6 +69,14 @@ class Session:
         else:
             Console(file=self.out, highlight=False).print(facts_table(facts) if printed is None else printed)
 
+    def require_one_process(self, work: str) -> None:
+        """Refuse a job of torchrun where the command shares its work but not this part of it."""
+        if not self.team.is_alone:
+            raise ArgumentError(
+                f"errbar {work} was started {self.team.size} times by torchrun; expected one process. Leave torchrun "
+                "out."
+            )
+
     def notice(self, text: str) -> None:
         """Something that the user should know and that stops nothing."""
         self.notices.append(text)
