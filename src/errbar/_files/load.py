@@ -418,19 +418,26 @@ def _precision(fields: Fields) -> float | dict[str, float] | str | None:
     return float(prior.number("value", above=0))
 
 
+def _of_file(contents: Contents) -> dict[str, Any]:
+    """What is said of a file whatever it holds."""
+    return {
+        "path": contents.path,
+        "kind": contents.kind,
+        "bytes": contents.size,
+        "format": contents.versions[0],
+        "errbar_version": contents.versions[1],
+        "torch_version": contents.versions[2],
+        "content": contents.digest,
+    }
+
+
 def _described(contents: Contents) -> FileDescription | FusionDescription:
     if contents.kind != "fusion":
         return _description(contents)
     networks = tuple(_description(member) for member in _members(contents))
     table = _fusion_table(contents.description, len(networks))
     return FusionDescription(
-        path=contents.path,
-        kind=contents.kind,
-        bytes=contents.size,
-        format=contents.versions[0],
-        errbar_version=contents.versions[1],
-        torch_version=contents.versions[2],
-        content=contents.digest,
+        **_of_file(contents),
         n_classes=networks[0].n_classes,
         classes=networks[0].classes,
         **_numbers(contents.description),
@@ -444,13 +451,7 @@ def _description(contents: Contents) -> FileDescription:
     task = read_task(fields)
     temperatures, scales = _of_each_label(fields, task) if contents.kind == "posterior" else (None, None)
     return FileDescription(
-        path=contents.path,
-        kind=contents.kind,
-        bytes=contents.size,
-        format=contents.versions[0],
-        errbar_version=contents.versions[1],
-        torch_version=contents.versions[2],
-        content=contents.digest,
+        **_of_file(contents),
         weights=task.network.fingerprint,
         structure=task.structure,
         fisher=task.fisher,
