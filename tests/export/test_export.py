@@ -117,7 +117,13 @@ def require_parity(
         assert bool(((risk >= low - 1e-6) & (risk <= high + 1e-6)).all())
 
 
-def by_graph(
+def by_graph(posterior: errbar.Posterior, x: Tensor, **options: Any) -> dict[str, Tensor]:
+    """What the module says that files are made of: all of the mathematics in a fraction of the time of a file."""
+    found: dict[str, Tensor] = graph_for(posterior, x, **options)(x)
+    return found
+
+
+def graph_for(
     posterior: errbar.Posterior,
     x: Tensor,
     *,
@@ -125,8 +131,7 @@ def by_graph(
     samples: int = 50,
     thresholds: Tensor | None = None,
     draws: str = "random",
-) -> dict[str, Tensor]:
-    """What the module says that files are made of: all of the mathematics in a fraction of the time of a file."""
+) -> Any:
     task = posterior.information.task
     limits = torch.tensor(THRESHOLDS)[:, None].expand(-1, task.n_classes) if thresholds is None else thresholds
     request = ExportRequest(
@@ -141,8 +146,7 @@ def by_graph(
     )
     with plain_execution(task.network.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch deprecates inside itself, as in `export`
-        found: dict[str, Tensor] = graph_of(task, posterior.factor, Batch((x[:2],)), request)(x)
-    return found
+        return graph_of(task, posterior.factor, Batch((x[:2],)), request)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
@@ -199,6 +203,31 @@ def test_the_graph_in_float64_says_what_predict_says_for_every_batch_size(case: 
     for size in (1, 7):
         x = normal(size, *shape, seed=size, dtype=torch.float64)
         require_parity(by_graph(posterior, x, seed=3), posterior, x, seed=3, samples=50, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("last_layers", [2, 3])
+def test_what_is_as_the_prior_has_it_is_left_out_of_the_products(last_layers: int) -> None:
+    """ReLUs that no training input passes have no coefficients with others; another input may pass them."""
+    model = seeded(perceptron(6, 14, 9, 4)).double()
+    with torch.no_grad():
+        model[0].bias[[1, 5, 6]] = -30
+        model[2].bias[[0, 4]] = -30
+    posterior = errbar.fit(model, [normal(80, 6, dtype=torch.float64)], last_layers=last_layers)
+    far = 40 * normal(7, 6, seed=2, dtype=torch.float64)
+    passed = model[:2](far) > 0, model[:4](far) > 0
+    assert bool(passed[0][:, [1, 5, 6]].any())
+    assert bool(passed[1][:, [0, 4]].any())
+    for x in (far, far / 40):
+        require_parity(by_graph(posterior, x), posterior, x, seed=0, samples=50, tolerance=1e-8)
+    if last_layers == 2:
+        buffers = graph_for(posterior, x).gaussian.covariance.named_buffers()
+        sizes = {name: tuple(buffer.shape) for name, buffer in buffers if name.startswith("coefficients")}
+        # 12 of 14 + 1 inputs and 7 of 9 outputs of the last but one layer, 8 of 9 + 1 inputs of the last.
+        assert sizes == {
+            "coefficients_0_0": (8 * 5 + 2, 4 * 3),
+            "coefficients_1_1": (12 * 7 + 3, 7 * 4 + 2),
+            "coefficients_0_1": (8 * 12, 4 * 7),
+        }
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ graph cannot hold: no automatic differentiation, no library factorisations, no c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from errbar._base import linalg
-from errbar._curvature import banded, packed
 from errbar._curvature.structure import ClassCoefficients, GraphCovariance, PairCoefficients
 from errbar._distributions.calibration import Calibration
-from errbar._export.chain import ChainedNetwork, LayerTerm
+from errbar._export.chain import ChainedNetwork
+from errbar._export.covariance import ClassVariance, FullCovariance, IndependentCovariance, OutputVariance
 from errbar._model.outputs import CLASSES, OutputKind
 from errbar.errors import ExportError
 
-# The Cholesky factorisation is written out column by column, about ten operations each.
+# The Cholesky factorisation is written out column by column, six operations each.
 MOST_CLASSES = 128
+# Numbers that are added without a loss that matters.
+_FEW = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,125 +36,6 @@ class Draws:
     thresholds: Float[Tensor, "R M"]
     temperature: float = 1.0
     level: float = 0.95
-
-
-class FullCovariance(nn.Module):
-    """P^g = Σ over pairs of layers of V Q Vᵀ, Q_ij = Σ_ab P[ia, jb] h_a h'_b, with P as packed coefficients."""
-
-    def __init__(self, pairs: Mapping[tuple[int, int], Float[Tensor, "rows k"]]) -> None:
-        super().__init__()
-        self.pairs = tuple(pairs)
-        self.starts: dict[tuple[int, int], list[int]] = {}
-        for (x, y), coefficients in pairs.items():
-            width = _triangle_size(len(coefficients)) if x == y else 0
-            if x != y or not banded.suits(width, coefficients.shape[1]):
-                self.register_buffer(f"coefficients_{x}_{y}", coefficients)
-                continue
-            # Many inputs and few outputs: in bands, as for prediction, because the products h_a h_b would be too many.
-            self.starts[x, y] = list(range(0, width, banded.ROWS))
-            for start, band in zip(self.starts[x, y], banded.from_packed(coefficients, width), strict=True):
-                self.register_buffer(
-                    f"coefficients_{x}_{y}_{start}", band.flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
-                )
-
-    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B M M"]:
-        total: Tensor | None = None
-        for x, y in self.pairs:
-            first, second = terms[x], terms[y]
-            d, e = first.layer.outputs, second.layer.outputs
-            if (x, y) in self.starts:
-                inside = self._by_bands(x, y, first.inner, d * (d + 1) // 2)
-            elif x == y:
-                inside = _pairs(first.inner) @ self.get_buffer(f"coefficients_{x}_{y}")
-            else:
-                products = (first.inner[:, :, None] * second.inner[:, None, :]).flatten(1)
-                inside = products @ self.get_buffer(f"coefficients_{x}_{y}")
-            if x == y:
-                inside = inside.index_select(1, packed.unpack_index(d, inside.device).reshape(-1))
-            part = first.covariance(inside.reshape(-1, d, e), second)
-            part = part if x == y else part + part.mT
-            total = part if total is None else total + part
-        assert total is not None
-        return linalg.symmetric(total)
-
-    def _by_bands(self, x: int, y: int, inner: Float[Tensor, "B p"], k: int) -> Float[Tensor, "B k"]:
-        """Q_k = Σ_ab coefficient[k, a, b] h_a h_b, as `banded.contract` has it."""
-        total: Tensor | None = None
-        for start in self.starts[x, y]:
-            rows = inner[:, start : start + banded.ROWS]
-            product = inner[:, start:] @ self.get_buffer(f"coefficients_{x}_{y}_{start}")
-            part = (product.reshape(-1, k, rows.shape[1]) * rows[:, None, :]).sum(2)
-            total = part if total is None else total + part
-        assert total is not None
-        return total
-
-
-def _triangle_size(rows: int) -> int:
-    """p of p(p+1)/2."""
-    return (math.isqrt(8 * rows + 1) - 1) // 2
-
-
-def _pairs(inner: Float[Tensor, "B p"]) -> Float[Tensor, "B rows"]:
-    """h_a h_b for a ≤ b."""
-    a, b = packed.triangle(inner.shape[1], inner.device)
-    return inner.index_select(1, a) * inner.index_select(1, b)
-
-
-class IndependentCovariance(nn.Module):
-    """P^g = Σ_l Ṽ diag(Σ_a v_ia h̃_a²) Ṽᵀ, for parameters that are independent, as they are or in a basis (kron)."""
-
-    def __init__(self, variances: Sequence[Tensor], bases: Sequence[tuple[Tensor, Tensor]] | None) -> None:
-        super().__init__()
-        self.rotated = bases is not None
-        for index, variance in enumerate(variances):
-            self.register_buffer(f"variances_{index}", variance)
-        for index, (outer, inner) in enumerate(bases or ()):
-            self.register_buffer(f"outer_{index}", outer)
-            self.register_buffer(f"inner_{index}", inner)
-
-    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B M M"]:
-        total: Tensor | None = None
-        for index, term in enumerate(terms):
-            outer, inner = term.outer, term.inner
-            if self.rotated:
-                basis = self.get_buffer(f"outer_{index}")
-                outer = basis if outer is None else outer @ basis
-                inner = inner @ self.get_buffer(f"inner_{index}")
-            deviations = (inner.square() @ self.get_buffer(f"variances_{index}").T).sqrt()
-            half = torch.diag_embed(deviations) if outer is None else outer * deviations[:, None, :]
-            part = half @ half.mT
-            total = part if total is None else total + part
-        assert total is not None
-        return total
-
-
-class ClassVariance(nn.Module):
-    """v_m = hᵀ P_m h of a last layer alone whose classes have nothing in common (`_curvature.per_class`)."""
-
-    def __init__(self, coefficients: Float[Tensor, "rows M"]) -> None:
-        super().__init__()
-        self.register_buffer("coefficients", coefficients)
-
-    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B M"]:
-        (term,) = terms
-        return (_pairs(term.inner) @ self.get_buffer("coefficients")).clamp_min(0)
-
-
-class OutputVariance(nn.Module):
-    """w_i = Σ_a v_ia h̃_a² of a last layer alone: its logits are independent, as they are or in a basis (kron)."""
-
-    inner: Tensor | None
-
-    def __init__(self, variances: Float[Tensor, "d p"], inner: Float[Tensor, "p p"] | None) -> None:
-        super().__init__()
-        self.register_buffer("variances", variances)
-        self.register_buffer("inner", inner)
-
-    def forward(self, terms: Sequence[LayerTerm]) -> Float[Tensor, "B d"]:
-        (term,) = terms
-        inner = term.inner if self.inner is None else term.inner @ self.inner
-        # Nothing is below zero; it keeps a runtime from making one operation of the product and T_c/T², see `_times`.
-        return (inner.square() @ self.get_buffer("variances").T).clamp_min(0)
 
 
 def _times(matrices: Float[Tensor, "B *d"], factor: float) -> Float[Tensor, "B *d"]:
@@ -172,32 +55,36 @@ def cholesky(matrix: Float[Tensor, "B m m"], shares: Sequence[float]) -> Float[T
     """Lower Cholesky factors, as `linalg.safe_cholesky` makes them: with the first of the `shares` of its mean
     diagonal added that makes a matrix positive definite; zero for zero, and NaN where none does.
 
-    All shares are tried at once, column after column: l = a/√a₁₁, and l lᵀ is taken from what remains. A pivot that is
-    not positive makes a root that is not positive, NaN included. Rows above the pivot keep rounding, which touches no
-    row below it and is masked at the end: that takes fewer operations than to cut them off.
+    All shares are tried at once, column after column: what is below and right of the pivot a₁₁ loses a aᵀ/a₁₁, and at
+    the end each column is divided by the root of its pivot. A pivot that is not positive makes a root that is not
+    positive, NaN included. Inputs are in the last dimension, where they are next to each other in memory.
     """
     size = matrix.shape[-1]
     identity = torch.eye(size, dtype=matrix.dtype)
     scale = (matrix * identity).sum((1, 2)) / size
     jitter = torch.tensor(shares, dtype=matrix.dtype)[:, None] * scale
-    rest = matrix + jitter[:, :, None, None] * identity
-    columns, roots = [], []
+    rest = matrix.permute(1, 2, 0)[:, :, None, :] + identity[:, :, None, None] * jitter
+    columns, pivots = [], []
     for j in range(size):
-        column = rest[:, :, :, j]
-        root = column[:, :, j : j + 1].sqrt()
-        column = column / root
-        columns.append(column)
-        roots.append(root)
+        left, right = rest.split([1, size - j - 1], 1) if j + 1 < size else (rest, rest)
+        columns.append(left)
         if j + 1 < size:
-            rest = rest - column[:, :, :, None] * column[:, :, None, :]
-    lower = torch.stack(columns, 3) * torch.ones_like(identity).tril()
-    good = (torch.cat(roots, 2) > 0).all(2)
-    result = torch.full_like(matrix, torch.nan)
-    for j in reversed(range(len(shares))):
-        result = torch.where(good[j][:, None, None], lower[j], result)
+            pivot, below = left.split([1, size - j - 1], 0)
+            row, corner = right.split([1, size - j - 1], 0)
+            rest = corner - below * (row / pivot)
+        pivots.append(pivot if j + 1 < size else rest)
+    roots = torch.cat(pivots).sqrt()
+    column, place = torch.triu_indices(size, size)
+    lower = (torch.cat(columns) / roots.index_select(0, column))[:, 0]
+    good = (roots > 0).all(0)[0]
+    first = good.float().argmax(0, keepdim=True)
+    chosen = lower.gather(1, first.expand(len(column), 1, -1))[:, 0]
+    chosen = torch.where(good.any(0), chosen, torch.nan)
     # Entries that are exactly zero everywhere stay exactly zero.
-    zero = matrix.abs().amax((1, 2)) == 0
-    return torch.where(zero[:, None, None], 0.0, result)
+    chosen = torch.where(matrix.abs().amax((1, 2)) == 0, 0.0, chosen)
+    index = torch.zeros(size, size, dtype=torch.long)
+    index[place, column] = torch.arange(len(column))
+    return chosen.index_select(0, index.flatten()).reshape(size, size, -1).permute(2, 0, 1) * identity.cumsum(1).mT
 
 
 def positive_inverse(matrix: Float[Tensor, "B m m"]) -> Float[Tensor, "B m m"]:
@@ -411,7 +298,9 @@ class PredictionGraph(nn.Module):
         # Outside what is traced: a graph chooses by no values.
         self.ranks = interval_ranks(draws.level, draws.normal.shape[1], draws.normal.dtype)
         self.shares = [0.0, *linalg.jitters(linalg.largest_jitter(dtype))]
-        self.register_buffer("normal", draws.normal)
+        # The longest first: a search for the ends of an interval finds most of them there, and replaces few later.
+        normal = draws.normal[:, draws.normal.square().sum(0).argsort(descending=True)]
+        self.register_buffer("normal", normal)
         self.register_buffer("thresholds", draws.thresholds)
         self.register_buffer("basis", gaussian.basis)
 
@@ -420,15 +309,14 @@ class PredictionGraph(nn.Module):
         T = self.temperature
         tempered = (mean, covariance) if T == 1 else (_divided(mean, T), _times(covariance, 1 / T**2))
         samples = self.sampled_pmfs(*tempered)
-        # In float64: runtimes add one after the other, and rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
-        # mean(dtype=...), which torch.onnx writes as a mean and then a cast.
-        pmf = samples.double().mean(2).to(samples.dtype)
+        pmf = mean_of_draws(samples)
         results = {"pmf": pmf}
-        if {"std", "covariance"} & set(self.outputs):
-            deviations = (samples - pmf[:, :, None]).double()
-            results["std"] = deviations.square().mean(2).sqrt().to(samples.dtype)
         if "covariance" in self.outputs:
+            deviations = (samples - pmf[:, :, None]).double()
             results["covariance"] = _times(deviations @ deviations.mT, 1 / samples.shape[2]).to(samples.dtype)
+        if {"std", "mutual_information"} & set(self.outputs):
+            shares = Shares.of(samples, pmf)
+            results["std"] = shares.deviation()
         results["logits"] = mean
         if "logit_covariance" in self.outputs:
             results["logit_covariance"] = full_matrices(self.form, covariance, self.basis).to(mean.dtype)
@@ -442,13 +330,16 @@ class PredictionGraph(nn.Module):
         if {"lower", "upper"} & set(self.outputs):
             results["lower"], results["upper"] = interval_of_draws(samples, pmf, self.ranks)
         if "mutual_information" in self.outputs:
-            results["mutual_information"] = information_of_draws(samples, pmf, self.kind)
+            results["mutual_information"] = shares.information(self.kind)
         return {name: results[name] for name in self.outputs}
 
     def sampled_pmfs(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
         if not self.kind.has_gauge:
             return torch.sigmoid(self.sampled_logits(mean, covariance))
-        return torch.softmax(self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance), 1)
+        logits = self.sampled_logits(mean - mean.amax(1, keepdim=True), covariance)
+        # Written out: runtimes are slow at a softmax that is not over the last dimension.
+        exponentials = (logits - logits.amax(1, keepdim=True)).exp()
+        return exponentials / exponentials.sum(1, keepdim=True)
 
     def sampled_logits(self, mean: Float[Tensor, "B M"], covariance: Float[Tensor, "B ..."]) -> Float[Tensor, "B M K"]:
         """ĝ + A z⁽ᵏ⁾ for all draws: eq:gmarg before the softmax, with the root A that `predict` takes."""
@@ -459,7 +350,9 @@ class PredictionGraph(nn.Module):
         if self.form == "full":
             basis = linalg.contrast_basis(mean.shape[1], mean.device)
             lower = cholesky(linalg.symmetric(basis.mT @ covariance.double() @ basis), self.shares)
-            return (basis @ lower).to(mean.dtype) @ normal + mean[:, :, None]
+            root = (basis @ lower).to(mean.dtype)
+            # The mean as one more column: adding it afterwards would be one more pass over all draws.
+            return torch.cat([root, mean[:, :, None]], 2) @ torch.cat([normal, torch.ones_like(normal[:1])])
         deviations = covariance.clamp_min(0).sqrt().to(mean.dtype)[:, :, None] * normal
         if self.form == "factored":
             basis = self.get_buffer("basis")
@@ -481,35 +374,61 @@ def interval_of_draws(
     count = samples.shape[2]
     ends = []
     for rank, largest in zip(ranks, (False, True), strict=True):
-        # In either order both neighbours of the rank are among the first; a rank without fraction is its own.
+        # In either order both neighbours of the rank are the last two; a rank without fraction is its own.
         place = count - 1 - rank if largest else rank
         first = math.floor(place)
-        found = torch.topk(samples, min(first + 2, count), dim=2, largest=largest).values
-        near, far = found[:, :, first], found[:, :, min(first + 1, count - 1)]
+        found = torch.topk(samples, min(first + 2, count), dim=2, largest=largest, sorted=False).values
+        last = torch.topk(found, min(2, found.shape[2]), dim=2, largest=not largest).values
+        far, near = last[:, :, 0], last[:, :, min(first + 2, count) - 1 - first]
         # As a tensor: a number would be float32 in the file, see `_times`.
         ends.append(near + _times(far - near, place - first))
     lower, upper = (torch.where(torch.isnan(pmf), torch.nan, end) for end in ends)
     return lower, upper
 
 
-def information_of_draws(
-    samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"], kind: OutputKind = CLASSES
-) -> Float[Tensor, "B *L"]:
-    """(1/K) Σ_k Σ_m f̂_m (r ln r − r + 1), r = f_m⁽ᵏ⁾/f̂_m, as `Prediction.mutual_information` has it; of several labels
-    that of each, as of two classes."""
-    if not kind.has_gauge:
-        return (_information_parts(samples, pmf) + _information_parts(1 - samples, 1 - pmf)).clamp_min(0)
-    return _information_parts(samples, pmf).sum(1).clamp_min(0)
+def mean_of_draws(values: Float[Tensor, "B M K"]) -> Float[Tensor, "B M"]:
+    """The mean over K, of sums of a few in their own dtype and of these in float64.
+
+    Runtimes add one after the other, so that rounding of equal samples adds up (1e-4 at K = 10⁵). Not by
+    mean(dtype=...), which torch.onnx writes as a mean and then a cast.
+    """
+    _, M, K = values.shape
+    few = max(size for size in range(1, _FEW + 1) if K % size == 0)
+    sums = values if few == 1 else values.reshape(-1, M, few, K // few).sum(2)
+    return _divided(sums.double().sum(2), K).to(values.dtype)
 
 
-def _information_parts(samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"]) -> Float[Tensor, "B M"]:
-    """That of each class. ONNX has no log1p. Near 1, where it matters, r − 1 is exact, so that ln r is as good."""
-    kind = torch.finfo(samples.dtype)
-    scale = pmf.clamp_min(kind.tiny)
-    ratio = samples / scale[:, :, None]
-    terms = ratio.clamp_min(kind.eps / 2).log() * ratio - (ratio - 1)
-    means = terms.double().mean(2).to(samples.dtype)
-    return means * scale
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """r = f_m⁽ᵏ⁾/f̂_m and r − 1, which is exact near 1."""
+
+    samples: Float[Tensor, "B M K"]
+    pmf: Float[Tensor, "B M"]
+    ratio: Float[Tensor, "B M K"]
+    excess: Float[Tensor, "B M K"]
+
+    @staticmethod
+    def of(samples: Float[Tensor, "B M K"], pmf: Float[Tensor, "B M"]) -> Shares:
+        ratio = samples / pmf.clamp_min(torch.finfo(samples.dtype).tiny)[:, :, None]
+        return Shares(samples, pmf, ratio, ratio - 1)
+
+    def deviation(self) -> Float[Tensor, "B M"]:
+        """f̂_m √((1/K) Σ_k (r − 1)²), the standard deviation: squares of small f would vanish."""
+        return self.pmf * mean_of_draws(self.excess.square()).sqrt()
+
+    def information(self, kind: OutputKind = CLASSES) -> Float[Tensor, "B *L"]:
+        """(1/K) Σ_k Σ_m f̂_m (r ln r − r + 1), as `Prediction.mutual_information` has it; of several labels that of
+        each, as of two classes."""
+        if not kind.has_gauge:
+            others = Shares.of(1 - self.samples, 1 - self.pmf)
+            return (self._information() + others._information()).clamp_min(0)
+        return self._information().sum(1).clamp_min(0)
+
+    def _information(self) -> Float[Tensor, "B M"]:
+        """That of each class. ONNX has no log1p. Near 1, where it matters, r − 1 is exact, so that ln r is as good."""
+        limits = torch.finfo(self.ratio.dtype)
+        terms = self.ratio.clamp_min(limits.eps / 2).log() * self.ratio - self.excess
+        return mean_of_draws(terms) * self.pmf.clamp_min(limits.tiny)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -152,7 +153,8 @@ def _by_graph(served: Served, works: Sequence[Predict]) -> dict[int, Answer]:
     places = [place for place, work in enumerate(works) if _is_in_graph(served, work.options)]
     if graph is None or not places:
         return {}
-    columns = graph(torch.cat([works[place].x for place in places]))
+    # Not by torch.cat, which gives the interpreter's lock away.
+    columns = graph(torch.from_numpy(np.concatenate([works[place].x.numpy() for place in places])))
     if columns is None:
         return {}
     answers: dict[int, Answer] = {}

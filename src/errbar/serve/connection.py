@@ -27,6 +27,7 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.transport = Joining(transport, self.loop)  # type: ignore[assignment]
             if len(self.connections) > limits.connections:
                 self._answer(429, "There are too many connections. Try again later.", retry=True)
                 return
@@ -92,6 +93,38 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
             self.transport.close()
 
     return Limited
+
+
+class Joining:
+    """A transport that sends the head of an answer together with the body, which uvicorn writes right after it.
+
+    Each packet costs as much as reading a request, and wakes the client.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
+            self._head = data
+            # Where no body follows at once, the head does not wait for it.
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

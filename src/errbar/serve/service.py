@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -145,7 +146,8 @@ class Served:
     def tensor(self, values: Any) -> Tensor:
         """Inputs from nested lists of numbers, which must not be ragged."""
         try:
-            x = torch.tensor(values, dtype=torch.float64)
+            # Not by torch.tensor, which gives the interpreter's lock away: to a batch that has been computed, for long.
+            x = torch.from_numpy(np.array(values, dtype=np.float64))
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise DataError("The inputs are ragged; expected the same number of values in each.") from error
         if x.ndim < 2 or (self.shape is not None and tuple(x.shape[1:]) != self.shape):

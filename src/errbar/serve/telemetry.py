@@ -6,6 +6,7 @@ the counters have how many there were of each class, and how confidence and mutu
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import sys
@@ -118,17 +119,24 @@ class Metrics:
         Of several labels each that is more likely true than not is counted, and mutual informations are added.
         """
         name = served.name
-        for entry in entries:
-            for decided in entry["likely"] if served.of_labels else (entry["class"],):
-                self.classes.labels(name, decided).inc()
-            if is_usual:
-                if not served.of_labels:  # there is no one label to be confident of
-                    self.confidence.labels(name).observe(entry["confidence"])
-                self.information.labels(name).observe(total_information(entry))
-        if is_usual and served.usual_limit is not None:
+        decided = collections.Counter(
+            one for entry in entries for one in (entry["likely"] if served.of_labels else (entry["class"],))
+        )
+        for one, count in decided.items():
+            self.classes.labels(name, one).inc(count)
+        if not is_usual:
+            return
+        totals = [total_information(entry) for entry in entries]
+        information = self.information.labels(name)
+        for total in totals:
+            information.observe(total)
+        if not served.of_labels:  # there is no one label to be confident of
+            confidence = self.confidence.labels(name)
+            for entry in entries:
+                confidence.observe(entry["confidence"])
+        if served.usual_limit is not None:
             self.compared.labels(name).inc(len(entries))
-            unusual = sum(total_information(entry) > served.usual_limit for entry in entries)
-            self.outliers.labels(name).inc(unusual)
+            self.outliers.labels(name).inc(sum(total > served.usual_limit for total in totals))
 
     def batch(self, inputs: int, seconds: float) -> None:
         self.batches.observe(inputs)
