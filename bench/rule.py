@@ -63,7 +63,7 @@ def excess(count: int, seed: int) -> tuple[bool, float]:
     tried: list[tuple[Trial, Any, HeldOut, int]] = []
     for number, (scale, parameters, exact) in enumerate(CANDIDATES):
         held_out = draw(count, scale, seed, number)
-        for judgement in judged([held_out], folds, 0, lambda: None):
+        for judgement in judged([held_out], folds, 0):
             trial = Trial(row(judgement, parameters, exact), judgement.scores.losses)
             tried.append((trial, judgement, held_out, number))
     scaling, scores = scaled_softmax(tried[0][2], folds)

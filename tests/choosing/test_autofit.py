@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import cached_property
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import errbar
 from errbar._calibration.folds import divided, group_numbers, standard_error
+from errbar._calibration.held_out import HeldOut, held_out_of_gaussians
 from errbar._choosing import autofit as module
+from errbar._choosing import deadline as deadline_module
+from errbar._choosing import last_fit
 from errbar._choosing.candidates import Candidate, Question
-from errbar._choosing.choice import Choice, Row, Trial, best_trial, reason_for
-from errbar._curvature.layout import Inspection
+from errbar._choosing.choice import Choice, Row, Trial, best_trial, reason_for, reason_without
+from errbar._choosing.deadline import Deadline, Pace, TimeIsUpError
+from errbar._curvature.layout import Inspection, Layout
 from errbar._distributions.calibration import Calibration
+from errbar._model.batch import Batch
 from errbar._planning import plan as planning
+from errbar._planning.plan import Subject
 from errbar.errors import ArgumentError, DamagedFileError, DataError, LabelError
 
 ONE = [{"last_layers": 1}]
@@ -483,9 +490,9 @@ def test_within_a_limit_large_batches_are_taken_in_parts(
 ) -> None:
     ticks: list[float] = []
     sizes: list[int] = []
-    left, gaussians = module._Search.left, module.logits_of_each
+    left, gaussians = Deadline.left, module.logits_of_each
 
-    def looked_at(self: module._Search) -> float:
+    def looked_at(self: Deadline) -> float:
         ticks.append(left(self))
         return ticks[-1]
 
@@ -493,13 +500,13 @@ def test_within_a_limit_large_batches_are_taken_in_parts(
         sizes.append(len(batch))
         return gaussians(posteriors, batch)
 
-    monkeypatch.setattr(module._Search, "left", looked_at)
+    monkeypatch.setattr(Deadline, "left", looked_at)
     monkeypatch.setattr(module, "logits_of_each", read)
-    monkeypatch.setattr(module, "_AT_ONCE", 128)
     limited = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, seconds=500)
-    assert sizes == [128, 128, 44]
-    # Each trial of the prior by the evidence looks at the clock too.
-    assert len(ticks) > 20
+    # They grow, as each takes less than half a hundredth of the limit.
+    assert sizes == [8, 16, 32, 64, 128, 52]
+    # Each trial of the prior, and each step of a search for a calibration, looks at the clock too.
+    assert len(ticks) > 100
     assert [row.nll for row in limited.rows] == pytest.approx([row.nll for row in choice.rows], abs=1e-6)
 
 
@@ -632,7 +639,7 @@ def test_a_limit_of_time_says_what_was_not_tried(model: nn.Module, monkeypatch: 
 
     def slow(self: Any, *arguments: Any) -> None:
         judge(self, *arguments)
-        self.begin -= 1000
+        self.deadline = replace(self.deadline, begin=self.deadline.begin - 1000)
 
     monkeypatch.setattr(module._Search, "_judge", slow)
     choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=[*ONE, {"last_layers": 2}], seconds=500)
@@ -661,13 +668,15 @@ def test_the_cheapest_come_first_and_what_is_nearly_as_quick_keeps_its_place(mon
     monkeypatch.setattr(Candidate, "fit_seconds", lambda self, _: fit[self.label])
     monkeypatch.setattr(Candidate, "predict_seconds", lambda self, inputs: each[self.label] * inputs)
 
-    def order(held_out: int) -> list[str]:
-        question = Question(nn.Identity(), None, 1, None, None, None, None, held_out)
+    def order(held_out: int, seconds: float | None = 60.0) -> list[str]:
+        question = Question(nn.Identity(), None, 1, None, seconds, None, None, held_out)
         return [candidate.label for candidate in question._cheapest_first(listed)]
 
     assert order(0) == ["2", "0", "1", "3"]
     # The held-out inputs count too.
     assert order(10) == ["0", "1", "2", "3"]
+    # Without a limit all are tried, and no clock decides anything.
+    assert order(0, None) == ["0", "1", "2", "3"]
 
 
 def test_the_network_is_looked_at_once_for_all_candidates(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,17 +693,192 @@ def test_the_network_is_looked_at_once_for_all_candidates(model: nn.Module, monk
     assert len(sizes) == 1
 
 
+def test_without_a_limit_no_clock_decides_which_fisher_information_is_collected(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Subject.looked.func
+
+    def fishers(factor: float, samples: int) -> list[str]:
+        def slowed(subject: Subject) -> tuple[Inspection, Layout, int]:
+            inspection, layout, size = real(subject)
+            return inspection, replace(layout, sample_seconds=layout.sample_seconds * factor), size
+
+        monkeypatch.setattr(Subject, "looked", property(slowed))
+        found, _ = Question(model, TRAIN, samples, None, None, None, None).candidates(None)
+        return [candidate.fisher for candidate in found]
+
+    # A machine that is a million times slower exactly collects as much: this network takes hundreds of multiplications.
+    assert fishers(1.0, 30) == fishers(1e6, 30) == fishers(1e6, 10**6) == ["ggn"] * 5
+    assert "sampled" in fishers(1e-6, 10**13)
+
+
+def test_within_a_limit_the_network_is_looked_at_with_as_many_samples_as_a_part_has(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = Subject.looked.func
+
+    def looked(subject: Subject) -> tuple[Inspection, Layout, int]:
+        sizes.append(len(subject.example))
+        return real(subject)
+
+    # Of each subject once.
+    monkeypatch.setattr(Subject, "looked", remembered := cached_property(looked))
+    remembered.__set_name__(Subject, "looked")
+    train = samples(1000, 0)
+    errbar.autofit(model, [train], [HELD_OUT], candidates=ONE, seconds=500)
+    errbar.autofit(model, [train], [HELD_OUT], candidates=ONE)
+    assert sizes == [256, 1000]
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(deadline_module.time, "monotonic", lambda: self.now)
+
+
+def test_a_pass_is_given_up_when_its_pace_says_that_it_cannot_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace(Deadline(100.0), total=100, after=10.0)
+    # The first part warms up: 20 s tell nothing.
+    pace(10)
+    clock.now += 20
+    pace(10)
+    assert pace.needed() is None
+    # From here 10 samples take 5 s: 80 more take 40, what follows 10, and 92 − 25 are left for the search.
+    clock.now += 5
+    assert pace.needed() == pytest.approx(50.0)
+    pace(10)
+    # Now 10 samples take 15 s on average: 70 more would take 105.
+    clock.now += 25
+    with pytest.raises(TimeIsUpError, match=r"by its pace it would take about 115 s more, and 42 s were left"):
+        pace(10)
+    pace.again()
+    assert pace.needed() is None
+    clock.now += 43
+    with pytest.raises(TimeIsUpError, match="the time was up"):
+        pace(10)
+
+
+def test_several_ranks_and_calls_without_a_limit_do_not_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    for deadline in (Deadline(100.0, decides=False), Deadline(None)):
+        pace = Pace(deadline, total=100)
+        for _ in range(3):
+            pace(1)
+            clock.now += 1000
+    assert Deadline(None).at_once(1e-3) is None
+    assert [Deadline(100.0).at_once(each) for each in (0.0, 0.1, 10.0)] == [256, 10, 1]
+
+
+def test_parts_grow_until_they_take_a_hundredth_of_the_limit_and_shrink_where_they_take_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    sizes = []
+    for part in Deadline(100.0).parts(iter([Batch((torch.zeros(100, 2),)), Batch((torch.zeros(150, 2),))])):
+        sizes.append(len(part))
+        # 0.03 s each, and three times that in the second batch.
+        clock.now += (0.03 if sum(sizes) <= 100 else 0.09) * len(part)
+    assert sizes == [8, 16, 32, 32, 12, 64, 32, 16, 8, 8, 8, 8, 6]
+    assert [len(part) for part in Deadline(None).parts(iter([Batch((torch.zeros(100, 2),))]))] == [100]
+
+
+def test_where_there_is_no_time_for_all_priors_the_evidence_alone_is_tried(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    real = module.logits_of_each
+    read: list[tuple[int, int]] = []
+
+    def slow(posteriors: Any, batch: Any) -> Any:
+        # 300 inputs of a prior take 300 s.
+        read.append((len(posteriors), len(batch)))
+        clock.now += len(batch) * len(posteriors)
+        return real(posteriors, batch)
+
+    monkeypatch.setattr(module, "logits_of_each", slow)
+    choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, seconds=600)
+    assert {row.prior_by for row in choice.rows} == {"evidence"}
+    assert sum(size for _, size in read) == 300
+    assert {count for count, _ in read} == {3, 1}
+    assert choice.not_tried == ("last layer, dense, the prior that the held-out data want: there was no time for it.",)
+    # What is there is what the whole pass gives.
+    monkeypatch.setattr(module, "logits_of_each", real)
+    whole = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE)
+    expected = [row.nll for row in whole.rows if row.prior_by == "evidence"]
+    assert [row.nll for row in choice.rows] == pytest.approx(expected, abs=1e-6)
+    # And where not even that can end, the time goes to the next.
+    monkeypatch.setattr(module, "logits_of_each", slow)
+    read.clear()
+    with pytest.raises(ArgumentError, match="seconds is 100, and that was not enough for a single candidate"):
+        errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, seconds=100)
+
+
+def test_a_candidate_that_is_too_slow_is_given_up_early(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    real = module.logits_of_each
+    spent: dict[int, float] = {}
+
+    def slow(posteriors: Any, batch: Any) -> Any:
+        n = posteriors[0].information.n_parameters
+        seconds = len(batch) * (0.01 if n == 21 else 10.0)
+        spent[n] = spent.get(n, 0.0) + seconds
+        clock.now += seconds
+        return real(posteriors, batch)
+
+    monkeypatch.setattr(module, "logits_of_each", slow)
+    choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=[*ONE, {"last_layers": 2}], seconds=1000)
+    assert {row.parameters for row in choice.rows} == {"last layer"}
+    assert choice.not_tried[-1].startswith("last 2 layers, dense: by its pace it would take about ")
+    assert spent[39] <= 300
+
+
+def test_the_last_fit_ends_with_the_limit(choice: Choice, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    real = HeldOut.log_likelihood
+
+    def slow(self: Any, *arguments: Any) -> Any:
+        clock.now += 1.0
+        return real(self, *arguments)
+
+    monkeypatch.setattr(HeldOut, "log_likelihood", slow)
+    posterior = errbar.fit(model, [TRAIN], last_layers=1)
+    held_out = held_out_of_gaussians([posterior.uncalibrated().logits(HELD_OUT[0])], [HELD_OUT[1]])
+    assert choice.chosen is not None
+    for fit, expected in (
+        (lambda last: last.near(("temperature", "covariance_scale"), choice.chosen), choice.chosen.temperature),
+        (lambda last: last.largest_covariance(), None),
+    ):
+        begin = clock.now
+        found = fit(last_fit.LastFit(held_out, torch.arange(300), Deadline(5.0), 0))
+        # A look begins within the limit, so all end at most one look after it.
+        assert clock.now - begin <= 6.0
+        assert (None if found is None else found.temperature) == expected
+        assert fit(last_fit.LastFit(held_out, torch.arange(300), Deadline(1e6), 0)) is not None
+
+
+def test_without_time_for_the_last_fit_the_reason_says_so(choice: Choice) -> None:
+    reason = reason_without(choice.rows, None)
+    assert reason.endswith(
+        "there was no time to find out how large a covariance may be: this is temperature scaling, and there are no "
+        "error bars; more seconds would allow some."
+    )
+
+
 def test_the_final_calibration_is_as_good_as_temperature_scaling_by_the_rule(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = module.calibration_near
+    near = last_fit.calibration_near
     asked = []
 
     def watched(*arguments: Any, **keywords: Any) -> Calibration:
         asked.append(keywords["is_as_good"])
         return near(*arguments, **keywords)
 
-    monkeypatch.setattr(module, "calibration_near", watched)
+    monkeypatch.setattr(last_fit, "calibration_near", watched)
     choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, groups=[row // 10 for row in range(300)])
     assert choice.chosen is not None
     (rule,) = asked

@@ -10,7 +10,7 @@ is a smooth deterministic function of ln T, ln T_c and ln c. Log-probabilities n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,8 @@ _BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**29}
 class HeldOut:
     """ĝ, a root of P^g, v̄ (all without calibration) and the label of each held-out input.
 
-    `column` says which of several labels each is, and is None for classes.
+    `column` says which of several labels each is, and is None for classes. `watch` is called before each look at all
+    inputs, and may raise to end a search.
     """
 
     mean: Float[Tensor, "N M"]
@@ -49,6 +50,7 @@ class HeldOut:
     labels: Int[Tensor, "N"]
     variance: Float[Tensor, "N"]
     column: Int[Tensor, "N"] | None = None
+    watch: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,7 +64,7 @@ class HeldOut:
         """Some of the inputs, in this order."""
         root = replace(self.root, values=self.root.values[rows])
         column = None if self.column is None else self.column[rows]
-        return HeldOut(self.mean[rows], root, self.labels[rows], self.variance[rows], column)
+        return HeldOut(self.mean[rows], root, self.labels[rows], self.variance[rows], column, self.watch)
 
     def of_label(self, label: int) -> HeldOut:
         """The inputs for which one of several labels is given."""
@@ -88,6 +90,8 @@ class HeldOut:
         self, at: Calibration, normal: Float[Tensor, "d K"]
     ) -> Iterator[tuple[slice, Float[Tensor, "b M K"], Float[Tensor, "b M"]]]:
         """Rows, √T_c A z/T(x) and ĝ/T(x); their sum are the samples of the logits."""
+        if self.watch is not None:
+            self.watch()
         limit = _BLOCK_BYTES.get(self.mean.device.type, _BLOCK_BYTES["cpu"])
         size = max(1, limit // (self.mean.shape[1] * normal.shape[1] * self.mean.element_size()))
         for start in range(0, len(self.mean), size):

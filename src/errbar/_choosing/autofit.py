@@ -24,23 +24,31 @@ from errbar._base.progress import note
 from errbar._calibration.folds import Groups, read_folds, require_folds
 from errbar._calibration.held_out import HeldOut, gathered, held_out_of_gaussians, labels_for
 from errbar._calibration.overlap import Overlap
-from errbar._calibration.search import calibration_near, largest_covariance
-from errbar._choosing.candidates import Candidate, Listed, Question, listed_candidates
-from errbar._choosing.choice import Choice, Row, Trial, best_trial, is_as_good, reason_for, reason_without, scored_row
+from errbar._choosing.candidates import (
+    Candidate,
+    listed_candidates,
+    question_of,
+    require_time_for_one,
+    same_everywhere,
+)
+from errbar._choosing.choice import Choice, Row, Trial, best_trial, reason_for, reason_without, scored_row
 from errbar._choosing.choose_prior import PRECISIONS as EVIDENCE_PRECISIONS
 from errbar._choosing.choose_prior import prior_by_evidence
+from errbar._choosing.deadline import PLAN_ERROR, Deadline, Pace, TimeIsUpError
+from errbar._choosing.last_fit import LastFit
 from errbar._choosing.links import Judged, Scores, judged, plain_softmax, scaled_softmax
+from errbar._curvature.task import Task
 from errbar._curvature.workload import by_device
 from errbar._distributed.shards import opened
 from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, count_batches, in_order, pieces, with_raw
+from errbar._model.batch import Batch, Unpack, in_order, pieces
 from errbar._model.network import Output
 from errbar._model.outputs import require_classes_alone
 from errbar._planning.choice import cost_of
-from errbar._posterior.collect import Request, collect, collect_several
+from errbar._posterior.collect import collect, collect_several
 from errbar._posterior.information import Information
 from errbar._posterior.posterior import Posterior, condition, logits_of_each
 from errbar._posterior.prior import Prior
@@ -53,18 +61,12 @@ _FEW_PRECISIONS = (1.0, 100.0)
 # A factorisation of more products in float64 is not repeated for many priors: a second or two, but by sizes, so that
 # the same call tries the same priors again. Nor are the draws of more classes held for many.
 _MOST_PRODUCTS, _FEW_CLASSES = {"cpu": 5e10, "cuda": 1e13}, 100
-_FINAL_DRAWS, _KEPT_DRAWS = 1000, 1000
-# The share of the time that is left for the last fit.
-_SHARE_AT_END = 0.08
-# Samples between two looks at the clock, where the time is limited and batches are larger.
-_AT_ONCE = 256
+_KEPT_DRAWS = 1000
+# Factorisations for the prior by the evidence among few, and the share of the time that more may take.
+_FEWEST_CONDITIONS, _MOST_CONDITIONS, _PRIOR_SHARE = 4, 30, 0.05
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
 
 _NO_ROOT = "The covariance of the logits is not positive semi-definite."
-
-
-class _TimeIsUpError(Exception):
-    """The limit of `seconds` is reached."""
 
 
 def autofit(
@@ -113,46 +115,28 @@ def autofit(
         progress: show progress with the time left.
     """
     team = team_of(group)
+    deadline = Deadline(_require_seconds(seconds), team.is_alone)
     listed = listed_candidates(candidates)
     require_classes_alone(outputs, "autofit")
-    limit = _require_seconds(seconds)
     folds, seed = require_folds(folds), require_seed(seed)
     train_data = list(train) if isinstance(train, Iterator) else train
     held_out_data = in_order(held_out)
-    question = _question(model, train_data, listed, memory, limit, unpack, output)
+    question = question_of(model, train_data, listed, memory, deadline, unpack, output)
     device = next(model.parameters()).device
-    search = _Search(team, train_data, held_out_data, device, unpack, limit, seed, progress and team.leads)
+    search = _Search(team, train_data, held_out_data, device, unpack, deadline, seed, progress and team.leads)
+    search.samples = question.samples
     search.groups, search.folds = read_folds(team, held_out_data, unpack, groups, folds, seed)
     question = replace(question, held_out=len(search.groups))
     tried, left_out = team.together(lambda: question.candidates(listed))
-    tried, left_out = _same_everywhere(team, tried, left_out)
+    tried, left_out = same_everywhere(team, tried, left_out)
     if not tried:
         raise DataError("No candidate can be tried. " + " ".join(left_out))
-    if limit is not None:
-        _require_time_for_one(tried, question.samples or 1, limit)
+    if deadline.seconds is not None:
+        require_time_for_one(tried, question.samples or 1, deadline.seconds)
     search.try_all(tried)
     if not search.tried:
         raise CovarianceError("No candidate has a covariance that can be used. " + " ".join(search.not_tried))
     return search.choice(left_out)
-
-
-def _question(
-    model: nn.Module,
-    train: Any,
-    listed: tuple[Listed, ...] | None,
-    memory: int | None,
-    seconds: float | None,
-    unpack: Unpack | None,
-    output: Output,
-) -> Question:
-    if listed is not None and all(isinstance(candidate, Information) for _, candidate in listed):
-        return Question(model, None, None, memory, seconds, unpack, output)
-    if train is None:
-        raise DataError("The training data are None; expected batches, because a candidate is yet to be collected.")
-    example, first = next(with_raw(train, unpack), (None, None))
-    if first is None:
-        raise DataError("The training data are empty: expected at least one batch.")
-    return Question(model, example, _count(train, first), memory, seconds, unpack, output)
 
 
 def _require_seconds(seconds: object) -> float | None:
@@ -165,36 +149,6 @@ def _require_seconds(seconds: object) -> float | None:
     if not 0 < number < float("inf"):
         raise ArgumentError(f"seconds is {seconds!r}; expected a positive number, or None for no limit.")
     return number
-
-
-def _require_time_for_one(candidates: Sequence[Candidate], samples: float, limit: float) -> None:
-    cheapest = min(candidates, key=lambda candidate: candidate.fit_seconds(samples))
-    if cheapest.fit_seconds(samples) > limit:
-        raise ArgumentError(
-            f"seconds is {limit:g}, and the cheapest candidate alone ({cheapest.label}) takes about "
-            f"{cheapest.fit_seconds(samples):.2g} s to fit; expected more time, or fewer training data."
-        )
-
-
-def _count(data: Any, first: Batch) -> int | None:
-    number = count_batches(data)
-    return None if number is None else number * len(first)
-
-
-def _same_everywhere(team: Team, candidates: list[Candidate], left_out: list[str]) -> tuple[list[Candidate], list[str]]:
-    """The candidates of the first rank, whose times and memory decide for all."""
-    if team.is_alone:
-        return candidates, left_out
-    facts = [(c.label, c.structure, c.fisher) for c in candidates]
-    chosen, left_out = team.broadcast((facts, left_out))
-    own = {(c.label, c.structure): c for c in candidates}
-    same = []
-    for label, structure, fisher in chosen:
-        if (label, structure) in own:
-            candidate = own[label, structure]
-            request = None if candidate.request is None else replace(candidate.request, fisher=fisher)
-            same.append(replace(candidate, fisher=fisher, request=request))
-    return same, left_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,10 +171,11 @@ class _Search:
     held_out: Any
     device: torch.device
     unpack: Unpack | None
-    seconds: float | None
+    deadline: Deadline
     seed: int
     progress: bool
-    begin: float = field(default_factory=time.monotonic)
+    # Of the training data, where that is known before they were read.
+    samples: int | None = None
     tried: list[_Tried] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     baselines: tuple[Row, Row] | None = None
@@ -228,23 +183,8 @@ class _Search:
     cheapest: tuple[Posterior, HeldOut] | None = None
     groups: Int[Tensor, "N"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     folds: list[Int[Tensor, "n"]] = field(default_factory=list)
-    # Seconds that judging a candidate took, beyond its fit.
+    # Seconds that all links and folds of a candidate took.
     judging: float = 0.0
-
-    def left(self) -> float:
-        """Seconds until the search must end, so that the last fit is done in time."""
-        if self.seconds is None:
-            return float("inf")
-        return self.begin + (1 - _SHARE_AT_END) * self.seconds - time.monotonic()
-
-    def tick(self) -> None:
-        # Several ranks decide together, between candidates.
-        if self.team.is_alone and self.left() < 0:
-            raise _TimeIsUpError
-
-    def _at_once(self) -> int | None:
-        """Samples between two looks at the clock; None for whole batches."""
-        return None if self.seconds is None else _AT_ONCE
 
     # ------------------------------------------------------------------------------------------------- trying
 
@@ -260,33 +200,41 @@ class _Search:
             waiting = [candidate for place, candidate in enumerate(waiting) if place not in places]
             try:
                 self._try(now)
-            except _TimeIsUpError:
+            except TimeIsUpError as error:
                 if not self.tried:
                     raise ArgumentError(
-                        f"seconds is {self.seconds:g}, and that was not enough for a single candidate "
+                        f"seconds is {self.deadline.seconds:g}, and that was not enough for a single candidate "
                         f"({now[0].label}); expected more time, or fewer data."
                     ) from None
-                self.not_tried += [f"{c.name}: the time was up." for c in now if not self._has(c)]
+                self.not_tried += [f"{c.name}: {error}" for c in now if not self._has(c)]
 
     def _has(self, candidate: Candidate) -> bool:
         return any(tried.candidate is candidate for tried in self.tried)
 
     def _samples(self) -> float:
-        return self.cheapest[0].information.n_samples if self.cheapest else 0.0
+        return self.cheapest[0].information.n_samples if self.cheapest else self.samples or 0.0
+
+    def _after_fit(self, candidate: Candidate) -> float:
+        """Seconds of all that follows a fit, by the plan, with one prior alone."""
+        once = _FEWEST_CONDITIONS * candidate.once_seconds
+        return once + candidate.predict_seconds(len(self.groups)) + self.judging
 
     def _expected(self, candidate: Candidate) -> float:
-        """Seconds of a fit and of all that follows, as far as these are known."""
-        inputs = candidate.predict_seconds(len(self.groups))
-        return candidate.fit_seconds(self._samples()) + inputs + self.judging
+        """Seconds of a fit and of all that follows it, by the plan."""
+        return candidate.fit_seconds(self._samples()) + self._after_fit(candidate)
+
+    def _may_be_in_time(self, candidate: Candidate) -> bool:
+        """The plan may be wrong, and the pace of a pass soon tells; but nothing ends a factorisation."""
+        sure = _FEWEST_CONDITIONS * candidate.once_seconds + self.judging
+        return sure + (self._expected(candidate) - sure) / PLAN_ERROR <= self.deadline.left()
 
     def _together(self, waiting: Sequence[Candidate]) -> list[int]:
         """The places of the candidates that share the next pass; none if there is no time for any of them.
 
         Within a limit it is one alone, the first for which there is time: what comes after a long fit may be quick.
         """
-        left = self.left()
-        if left < float("inf"):
-            in_time = (place for place, candidate in enumerate(waiting) if self._expected(candidate) <= left)
+        if self.deadline.seconds is not None:
+            in_time = (place for place, candidate in enumerate(waiting) if self._may_be_in_time(candidate))
             return list(islice(in_time, 1)) if self.tried else [0]
         places: list[int] = []
         room, used = usable_bytes(self.device), 0
@@ -299,8 +247,8 @@ class _Search:
 
     def _too_long(self, candidate: Candidate) -> str:
         return (
-            f"{candidate.name}: it would take about {self._expected(candidate):.0f} s, and {max(self.left(), 0):.0f} s "
-            "were left."
+            f"{candidate.name}: it would take about {self._expected(candidate):.0f} s, and "
+            f"{max(self.deadline.left(), 0):.0f} s were left."
         )
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
@@ -317,26 +265,27 @@ class _Search:
                 self.not_tried.append(f"{candidates[0].name}: the memory of the device was not enough.")
             return
         for candidate, (information, seconds) in zip(candidates, found, strict=True):
-            start = time.monotonic()
             try:
                 self._judge(candidate, information, seconds)
             except (CovarianceError, torch.OutOfMemoryError) as error:
                 self.not_tried.append(f"{candidate.name}: {_first_sentence(error)}")
-            self.judging = max(self.judging, time.monotonic() - start)
 
     def _collected(self, candidates: Sequence[Candidate]) -> list[tuple[Information, float]]:
         """The information of each, and the seconds that it took."""
-        missing = [candidate.request for candidate in candidates if candidate.request is not None]
+        missing = [candidate for candidate in candidates if candidate.request is not None]
         found = iter(self._collected_of(missing) if missing else [])
         return [next(found) if one.information is None else (one.information, 0.0) for one in candidates]
 
-    def _collected_of(self, requests: Sequence[Request]) -> list[tuple[Information, float]]:
+    def _collected_of(self, candidates: Sequence[Candidate]) -> list[tuple[Information, float]]:
+        requests = [candidate.request for candidate in candidates if candidate.request is not None]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StructureNotice)
             if self.team.is_alone:
-                return collect_several(
-                    requests, self.train, progress=self.progress, tick=self.tick, at_once=self._at_once()
-                )
+                # Within a limit there is one alone.
+                at_once = self.deadline.at_once(candidates[0].sample_seconds)
+                pace = Pace(self.deadline, self._samples() or None, self._after_fit(candidates[0]) / PLAN_ERROR)
+                tick = pace if self.tried else pace.begin
+                return collect_several(requests, self.train, progress=self.progress, tick=tick, at_once=at_once)
             results = []
             for request in requests:
                 begin = time.monotonic()
@@ -363,7 +312,8 @@ class _Search:
         begin = time.monotonic()
         by_evidence, others = self._posteriors(information)
         condition_seconds = (time.monotonic() - begin) / (len(others) + 1)
-        posteriors, variants, microseconds = self._variants([by_evidence, *others])
+        posteriors, variants, microseconds = self._variants(candidate, [by_evidence, *others])
+        begin = time.monotonic()
         if self.scaling is None:
             self._judge_baselines(variants[0])
         kind = "evidence" if information.log_likelihood is not None else "default"
@@ -382,6 +332,7 @@ class _Search:
                 self.tried.append(
                     _Tried(candidate, Trial(row, link.scores.losses), link.names, posteriors[index], variants[index])
                 )
+        self.judging = max(self.judging, time.monotonic() - begin)
 
     def _judged(self, variants: Sequence[HeldOut]) -> list[Judged]:
         def run() -> list[Judged] | None:
@@ -389,7 +340,7 @@ class _Search:
                 return None
             with plain_execution(variants[0].mean.device), warnings.catch_warnings():
                 warnings.simplefilter("ignore", CalibrationWarning)
-                return judged(variants, self.folds, self.seed, self.tick)
+                return judged(variants, self.folds, self.seed)
 
         result: list[Judged] = self.team.broadcast(self.team.together(run))
         return result
@@ -398,15 +349,20 @@ class _Search:
         """With the prior by the evidence (1 without labels), and with those that held-out data may choose."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
+            begin = time.monotonic()
             first = condition(information, Prior(1.0))
-            is_quick = self._is_quick(information)
+            once = time.monotonic() - begin
+            # Less than a factorisation is no time for another; the clock decides within a limit alone.
+            tick = partial(self.deadline.tick, once)
+            is_quick = self._is_quick(information) and self._has_time(_MOST_CONDITIONS * once)
             prior = Prior(1.0)
             if information.log_likelihood is not None:
-                prior = prior_by_evidence(information, EVIDENCE_PRECISIONS if is_quick else _FEW_PRECISIONS, self.tick)
+                prior = prior_by_evidence(information, EVIDENCE_PRECISIONS if is_quick else _FEW_PRECISIONS, tick)
             by_evidence = condition(information, prior)
             others = []
             for precision in PRECISIONS if is_quick else _FEW_PRECISIONS:
-                self.tick()
+                if not self._has_time(once):
+                    break
                 try:
                     other = first if precision == 1 else condition(information, Prior(precision))
                 except CovarianceError:
@@ -415,32 +371,56 @@ class _Search:
                     others.append(other)
         return by_evidence, others
 
+    def _has_time(self, needed: float) -> bool:
+        """Whether so many seconds are a small part of what is left."""
+        return not self.deadline.decides or needed <= _PRIOR_SHARE * self.deadline.left()
+
     def _is_quick(self, information: Information) -> bool:
         """Whether there is time for many priors. What came from a file has no plan, and counts as exact."""
         cost = cost_of(information.task)
         products = float(information.n_parameters) ** 3 if cost is None else cost.once_products - cost.first_products
         return information.n_classes <= _FEW_CLASSES and products <= by_device(_MOST_PRODUCTS, self.device.type)
 
-    def _variants(self, posteriors: Sequence[Posterior]) -> tuple[list[Posterior], list[HeldOut], float]:
+    def _variants(
+        self, candidate: Candidate, posteriors: list[Posterior]
+    ) -> tuple[list[Posterior], list[HeldOut], float]:
         """The held-out Gaussians of each posterior from one pass, and the microseconds for an input of one of them.
 
-        A posterior whose covariance has no root left after rounding (a prior that is too weak) is dropped.
+        A posterior whose covariance has no root left after rounding (a prior that is too weak) is dropped. Where there
+        is no time for all, so are most of those that the held-out data would choose among.
         """
         seconds, count = 0.0, 0
+        pace = Pace(self.deadline, len(self.groups), self.judging)
 
         def read() -> list[HeldOut | CovarianceError] | None:
-            nonlocal seconds, count
+            nonlocal seconds, count, posteriors
             parts: list[list[LogitGaussian]] = [[] for _ in posteriors]
             labels: list[Tensor] = []
-            for batch in (part for whole in stream for part in pieces(whole, self._at_once())):
-                self.tick()
+            for batch in self._parts(stream, task):
+                needed = pace.needed()
+                if needed is not None and needed > self.deadline.left() and len(posteriors) > 1:
+                    posteriors, parts = fewer(posteriors, parts)
+                    pace.again()
+                    begin_part = pace.begin
+                else:
+                    begin_part = pace if self.tried else pace.begin
+                begin_part(len(batch))
                 begin = time.perf_counter()
                 for part, gaussian in zip(parts, self._gaussians(posteriors, batch), strict=True):
                     part.append(gaussian)
                 labels.append(labels_for(parts[0][-1], batch))
-                seconds += time.perf_counter() - begin
+                seconds += (time.perf_counter() - begin) / len(posteriors)
                 count += len(batch)
             return [_held_out_or_error(part, labels) for part in parts] if labels else None
+
+        def fewer(
+            posteriors: list[Posterior], parts: list[list[LogitGaussian]]
+        ) -> tuple[list[Posterior], list[list[LogitGaussian]]]:
+            few = [0, *(n for n, one in enumerate(posteriors) if n and one.prior.precision in _FEW_PRECISIONS)]
+            kept = few if len(few) < len(posteriors) else [0]
+            what = "the prior that the held-out data want" if kept == [0] else "all priors but a few"
+            self.not_tried.append(f"{candidate.name}, {what}: there was no time for it.")
+            return [posteriors[place] for place in kept], [parts[place] for place in kept]
 
         stream = opened(self.held_out, self.unpack, self.team, title="Held-out data", progress=self.progress)
         overlap = Overlap(posteriors[0].information)
@@ -463,7 +443,13 @@ class _Search:
                 "The held-out data came in another order than before; expected the same samples in the same order each "
                 "time they are read. Pass a Dataset, a list of batches, or a DataLoader that does not shuffle."
             )
-        return kept, variants, 1e6 * seconds / max(count, 1) / len(posteriors)
+        return kept, [replace(one, watch=self.deadline.tick) for one in variants], 1e6 * seconds / max(count, 1)
+
+    def _parts(self, stream: Iterator[Batch], task: Task) -> Iterator[Batch]:
+        """The batches; in parts within a limit, but for draws of the parameters, which each part makes again."""
+        if keeps_draws(task, affordable_draws(task.n_classes, _KEPT_DRAWS)):
+            return (part for whole in stream for part in pieces(whole, self.deadline.at_once()))
+        return self.deadline.parts(stream)
 
     def _gaussians(self, posteriors: Sequence[Posterior], batch: Batch) -> list[LogitGaussian]:
         """Without calibration; by draws of the parameters where there are so many classes that this is quicker."""
@@ -525,13 +511,14 @@ class _Search:
         best = best_trial(trials, scores.losses, self.groups)
         rows = tuple(sorted((trial.row for trial in trials), key=lambda row: row.nll))
         if best is None:
-            posterior, at = self.cheapest[0], self._final(self._largest_covariance)
-            reason = reason_without(rows, at)
+            posterior, found = self.cheapest[0], self._final(self._last_fit(self.cheapest_held_out).largest_covariance)
+            reason, at = reason_without(rows, found), found or scaling_calibration
         else:
             tried = next(tried for tried in self.tried if tried.trial is best)
-            row = best.row
-            posterior, at = tried.posterior, self._final(partial(self._calibration_of, tried))
-            reason = reason_for(row, rows)
+            fit = self._last_fit(tried.held_out)
+            posterior = tried.posterior
+            at = self._final(partial(fit.near, tried.names, best.row)) or scaling_calibration
+            reason = reason_for(best.row, rows)
         return Choice(
             posterior=posterior.with_calibration(**at.described()),
             rows=rows,
@@ -542,33 +529,15 @@ class _Search:
             temperature_scaling=self.cheapest[0].with_calibration(**scaling_calibration.described()),
         )
 
-    def _calibration_of(self, tried: _Tried) -> Calibration:
-        """Fitted to all held-out data; T_c moves towards 1 as far as the rule allows for what was never out of fold."""
-        row = tried.trial.row
-        return calibration_near(
-            tried.held_out,
-            tried.names,
-            Calibration(row.temperature, row.covariance_scale, row.softening),
-            self._final_draws(),
-            self.seed,
-            is_as_good=partial(is_as_good, groups=self.groups),
-        )
-
-    def _largest_covariance(self) -> Calibration:
-        rule = partial(is_as_good, groups=self.groups)
-        return largest_covariance(self.cheapest_held_out, self._final_draws(), self.seed, rule)
-
-    def _final_draws(self) -> int:
-        """Those of `predict`, where they can be afforded: what is fitted to them is not worse with them."""
-        assert self.cheapest is not None
-        return affordable_draws(self.cheapest[0].information.n_classes, _FINAL_DRAWS)
+    def _last_fit(self, held_out: HeldOut) -> LastFit:
+        return LastFit(held_out, self.groups, self.deadline, self.seed)
 
     @property
     def cheapest_held_out(self) -> HeldOut:
         assert self.cheapest is not None
         return self.cheapest[1]
 
-    def _final(self, fitted: Callable[[], Calibration]) -> Calibration:
+    def _final(self, fitted: Callable[[], Calibration | None]) -> Calibration | None:
         """A calibration that the first rank computes for all."""
         assert self.cheapest is not None
 
@@ -578,7 +547,7 @@ class _Search:
             with plain_execution(self.cheapest_held_out.mean.device):
                 return fitted()
 
-        result: Calibration = self.team.broadcast(self.team.together(run))
+        result: Calibration | None = self.team.broadcast(self.team.together(run))
         return result
 
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from errbar._model.batch import Unpack
+from errbar._choosing.deadline import PLAN_ERROR, Deadline
+from errbar._curvature.fisher import fisher_form, require_fisher
+from errbar._curvature.registry import structure_called
+from errbar._curvature.structure import planned_cost
+from errbar._curvature.task import product_dtype
+from errbar._curvature.workload import BACKWARD_PASSES, by_device
+from errbar._distributed.team import Team
+from errbar._model.batch import Batch, Unpack, batches, count_batches, pieces
 from errbar._model.network import Output
 from errbar._planning.choice import cost_of
 from errbar._planning.plan import Option, Subject, plan
 from errbar._posterior.collect import Request
 from errbar._posterior.information import Information
-from errbar.errors import ArgumentError, ErrbarError, MismatchError
+from errbar.errors import ArgumentError, DataError, ErrbarError, MismatchError
 
 # The whole network by what fits any memory; the others exactly where that fits, or as `auto` mixes.
 _DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -27,8 +35,9 @@ _DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 # What a user may name of a candidate: the keywords of `collect` that say what to collect.
 _KEYWORDS = ("last_layers", "parameters", "structure", "fisher", "draws", "rank", "precision")
-# Seconds that the exact information may take before labels are drawn instead; and the share of a limit.
-_PATIENCE, _PATIENT_SHARE = 300.0, 0.35
+# What the exact information may take before labels are drawn instead: a share of the limit; or, without one,
+# multiplications by the device, five minutes or so, because a clock would not choose the same on a busy machine.
+_PATIENT_SHARE, _PATIENT_PRODUCTS = 0.35, {"cpu": 1.5e13, "cuda": 1.5e15}
 _NEARLY_AS_QUICK = 2.0
 
 
@@ -64,10 +73,17 @@ class Candidate:
     def fit_bytes(self) -> int:
         return 0 if self.option is None else self.option.fit_bytes
 
+    @property
+    def sample_seconds(self) -> float:
+        return 0.0 if self.option is None else self.option.fit_seconds_per_sample
+
+    @property
+    def once_seconds(self) -> float:
+        """Of a factorisation and of what the first prediction makes of it: for each prior."""
+        return 0.0 if self.option is None else self.option.seconds_once
+
     def fit_seconds(self, samples: float) -> float:
-        if self.option is None:
-            return 0.0
-        return self.option.fit_seconds_per_sample * samples + self.option.seconds_once
+        return self.sample_seconds * samples + self.once_seconds
 
     def predict_seconds(self, inputs: int) -> float:
         return 0.0 if self.option is None else self.option.predict_seconds_per_input * inputs
@@ -152,8 +168,11 @@ class Question:
         return self._cheapest_first(found), left_out
 
     def _cheapest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """As they are listed, but nothing before what takes less than half its time: the plan measures the speed, and
-        what is nearly as quick should not change places from call to call."""
+        """Within a limit as they are listed, but nothing before what takes less than half its time: the plan measures
+        the speed, and what is nearly as quick should not change places from call to call."""
+        if self.seconds is None:
+            # All are tried, so the order does not matter.
+            return list(candidates)
         waiting, ordered = list(candidates), []
         while waiting:
             least = min(map(self._seconds, waiting))
@@ -181,11 +200,10 @@ class Question:
     def _candidate(self, label: str, keywords: dict[str, Any], *, may_draw: bool) -> Candidate | None:
         request = Request(self.model, **keywords, unpack=self.unpack, output=self.output)
         option = self._option(request)
-        patience = _PATIENCE if self.seconds is None else _PATIENT_SHARE * self.seconds
-        if may_draw and option is not None and option.fit_seconds_per_sample * (self.samples or 0) > patience:
+        if may_draw and option is not None and self._fit_work(request, option) > self._patience:
             drawn = replace(request, fisher="sampled")
             cheaper = self._option(drawn)
-            if cheaper is not None and cheaper.fit_seconds_per_sample < option.fit_seconds_per_sample:
+            if cheaper is not None and self._fit_work(drawn, cheaper) < self._fit_work(request, option):
                 request, option = drawn, cheaper
         if option is None:
             return None
@@ -193,6 +211,37 @@ class Question:
             # Where nothing exact fits, `auto` may mix.
             request = replace(request, structure=option.structure)
         return Candidate.planned(label, request, option)
+
+    @property
+    def _patience(self) -> float:
+        """How much the exact information may take, in what `_fit_work` counts."""
+        if self.seconds is not None:
+            return _PATIENT_SHARE * self.seconds
+        _, layout, _ = self._subject.looked
+        return by_device(_PATIENT_PRODUCTS, layout.network.device.type)
+
+    def _fit_work(self, request: Request, option: Option) -> float:
+        """Of all samples: seconds by the plan within a limit, else multiplications, by sizes."""
+        samples = self.samples or 0
+        if self.seconds is not None:
+            return option.fit_seconds_per_sample * samples
+        kind = require_fisher(request.fisher)
+        inspection, layout, size = self._subject.looked
+        sizes: dict[str, Any] = {
+            "batch": size,
+            "fisher": fisher_form(layout.network.kind, kind),
+            "dtype": product_dtype(layout.network, request.precision),  # type: ignore[arg-type]
+            "rank": request.rank,
+            "scores": request.draws if kind == "sampled" else 0,
+        }
+        selection = inspection.selected(last_layers=request.last_layers, parameters=request.parameters)
+        cost = planned_cost(structure_called(option.structure), layout.workload(selection, **sizes))
+        terms = layout.workload(layout.everything(), **sizes).terms
+        # The derivative by the outputs of the first layer does not lead through it.
+        behind = {event.module for event in islice(layout.tail(selection), 1, None)}
+        forward = sum(term.uses * term.size for term in terms)
+        backward = BACKWARD_PASSES * sum(term.uses * term.size for term in terms if term.module in behind)
+        return samples * (forward + cost.seeds[0] * backward + cost.sample_products)
 
     @cached_property
     def _subject(self) -> Subject:
@@ -222,3 +271,54 @@ def _is_same(candidate: Candidate, other: Candidate) -> bool:
     if own is None or others is None:
         return False
     return (own.n_parameters, own.structure) == (others.n_parameters, others.structure)
+
+
+def question_of(
+    model: nn.Module,
+    train: Any,
+    listed: tuple[Listed, ...] | None,
+    memory: int | None,
+    deadline: Deadline,
+    unpack: Unpack | None,
+    output: Output,
+) -> Question:
+    if listed is not None and all(isinstance(candidate, Information) for _, candidate in listed):
+        return Question(model, None, None, memory, deadline.seconds, unpack, output)
+    if train is None:
+        raise DataError("The training data are None; expected batches, because a candidate is yet to be collected.")
+    first = next(batches(train, unpack), None)
+    if first is None:
+        raise DataError("The training data are empty: expected at least one batch.")
+    # As many samples as there are in a part of a pass: with thousands at once a network is several times slower.
+    example = next(pieces(first, deadline.at_once()))
+    return Question(model, example, _count(train, first), memory, deadline.seconds, unpack, output)
+
+
+def require_time_for_one(candidates: Sequence[Candidate], samples: float, limit: float) -> None:
+    cheapest = min(candidates, key=lambda candidate: candidate.fit_seconds(samples))
+    if cheapest.fit_seconds(samples) > PLAN_ERROR * limit:
+        raise ArgumentError(
+            f"seconds is {limit:g}, and the cheapest candidate alone ({cheapest.label}) takes about "
+            f"{cheapest.fit_seconds(samples):.2g} s to fit; expected more time, or fewer training data."
+        )
+
+
+def _count(data: Any, first: Batch) -> int | None:
+    number = count_batches(data)
+    return None if number is None else number * len(first)
+
+
+def same_everywhere(team: Team, candidates: list[Candidate], left_out: list[str]) -> tuple[list[Candidate], list[str]]:
+    """The candidates of the first rank, whose times and memory decide for all."""
+    if team.is_alone:
+        return candidates, left_out
+    facts = [(c.label, c.structure, c.fisher) for c in candidates]
+    chosen, left_out = team.broadcast((facts, left_out))
+    own = {(c.label, c.structure): c for c in candidates}
+    same = []
+    for label, structure, fisher in chosen:
+        if (label, structure) in own:
+            candidate = own[label, structure]
+            request = None if candidate.request is None else replace(candidate.request, fisher=fisher)
+            same.append(replace(candidate, fisher=fisher, request=request))
+    return same, left_out

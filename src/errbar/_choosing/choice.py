@@ -341,13 +341,19 @@ def _against(row: Row) -> str:
     return f"NLL {row.nll:.4f} out of fold, {row.difference:+.4f} against temperature scaling"
 
 
-def reason_without(rows: Sequence[Row], at: Calibration) -> str:
+def reason_without(rows: Sequence[Row], at: Calibration | None) -> str:
+    """`at` is None where there was no time for it."""
     (low, high), best = rows[0].interval, rows[0]
     difference = f"{best.difference:+.4f} [{low:+.4f}, {high:+.4f}] nats"
     start = (
         "No candidate is surely as good as temperature scaling (the best against it: "
         f"{best.parameters}, {best.structure}, {difference})"
     )
+    if at is None:
+        return (
+            f"{start}, and there was no time to find out how large a covariance may be: this is temperature scaling, "
+            "and there are no error bars; more seconds would allow some."
+        )
     if at.covariance_scale == 0:
         return f"{start}, not even with a small covariance: this is temperature scaling, and there are no error bars."
     return (

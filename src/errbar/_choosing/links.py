@@ -7,7 +7,7 @@ Out of fold, all that is fitted is fitted on the other folds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,24 +82,20 @@ def scaled_softmax(held_out: HeldOut, folds: Sequence[Int[Tensor, "n"]]) -> tupl
     return fitted(held_out), _scored(held_out, parts)
 
 
-def judged(
-    variants: Sequence[HeldOut], folds: Sequence[Int[Tensor, "n"]], seed: int, tick: Callable[[], None]
-) -> list[Judged]:
+def judged(variants: Sequence[HeldOut], folds: Sequence[Int[Tensor, "n"]], seed: int) -> list[Judged]:
     """Each link, for one posterior or for several that differ in their prior (`variants`).
 
     Of several, the one with the least NLL is taken, by T and T_c on all held-out inputs for the values that are
-    returned, and on the other folds for the scores out of fold. `tick` is called now and then: it may raise.
+    returned, and on the other folds for the scores out of fold.
     """
     starts: list[Calibration] = []
     for held_out in variants:
         starts.append(_near(held_out, starts[-1], TWO, seed) if starts else _whole(held_out, TWO, seed))
-        tick()
     best, chosen = _best_variants(variants, starts, folds, seed)
     results = []
     for names in LINKS:
         is_known = names == TWO and best == 0
         overall = {best: starts[0] if is_known else _whole(variants[best], names, seed, starts[best])}
-        tick()
         for index in dict.fromkeys(chosen):
             if index != best:
                 overall[index] = _near(variants[index], overall[best], names, seed)
@@ -108,7 +104,6 @@ def judged(
             variant = chosen[index]
             others = variants[variant].chosen(_others(folds, index))
             parts.append((rows, variants[variant], _near(others, overall[variant], names, seed)))
-            tick()
         results.append(Judged(names, overall[best], _scored(variants[0], parts), best))
     return results
 

@@ -188,13 +188,20 @@ def _packed_rows(packed: PackedSequence, start: int, stop: int) -> PackedSequenc
     return pack_padded_sequence(padded[start:stop], row_lengths, batch_first=True, enforce_sorted=in_order)
 
 
-def pieces(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """The samples in parts of `size`; whole without one, and where what belongs to them is no tensor yet."""
+def pieces(batch: Batch, size: Callable[[], int] | int | None) -> Iterator[Batch]:
+    """The samples in parts of `size`, which may change from part to part; whole without one, and where what belongs to
+    them is no tensor yet."""
     own = (batch.labels, batch.weights, batch.keys)
     if size is None or not all(part is None or isinstance(part, Tensor) for part in own):
         yield batch
-    else:
+    elif not callable(size):
         yield from batch.parts(size)
+    else:
+        start, count = 0, len(batch)
+        while start < count:
+            end = min(start + size(), count)
+            yield batch if end - start == count else batch.rows(start, end)
+            start = end
 
 
 def joined(inputs: Sequence[Batch]) -> Batch:

@@ -507,26 +507,28 @@ def collect_several(
     data: Any,
     *,
     progress: bool,
-    tick: Callable[[], None],
+    tick: Callable[[int], None],
     at_once: int | None = None,
 ) -> list[tuple[Information, float]]:
     """The information for each of several requests from one pass over the data, with the seconds that each took.
 
-    `tick` is called for each batch, or for `at_once` samples of it, and may raise to end the pass.
+    `tick` is called for each batch, or for `at_once` samples of it, with their number, and may raise to end the pass.
     """
     stream = stream_of(data, requests[0].unpack, title=_TITLE, progress=progress)
     first = next(stream, None)
     if first is None:
         raise DataError("The data are empty: expected at least one batch.")
+    # The network is looked at with as many samples as it will get: with thousands at once it is slower.
+    example = next(pieces(first, at_once))
     passes, seconds = [], [0.0] * len(requests)
     for index, request in enumerate(requests):
         begin = time.perf_counter()
         _, network = request.checked()
-        passes.append(_Pass(request.routed(*request.task(network, first, len(first))), Repeats()))
+        passes.append(_Pass(request.routed(*request.task(network, example, len(example))), Repeats()))
         seconds[index] += time.perf_counter() - begin
     for batch in chain([first], stream):
         for (index, one), part in product(enumerate(passes), pieces(batch, at_once)):
-            tick()
+            tick(len(part))
             begin = time.perf_counter()
             one.add(part)
             seconds[index] += time.perf_counter() - begin

@@ -27,7 +27,7 @@ def collected(network: nn.Module, problem: Problem, *, progress: bool = False) -
     question = Question(network, batches[0], len(problem.train.y), None, None, None, None)
     candidates, _ = question.candidates(None)
     requests = [candidate.request for candidate in candidates if candidate.request is not None]
-    results = collect_several(requests, batches, progress=progress, tick=lambda: None)
+    results = collect_several(requests, batches, progress=progress, tick=lambda _: None)
     return {candidate.name: found for candidate, (found, _) in zip(candidates, results, strict=True)}
 
 
