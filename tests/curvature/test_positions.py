@@ -343,9 +343,8 @@ def test_mistakes_are_told() -> None:
         errbar.calibrate(posterior, [(x, torch.full_like(y, -100))])
     with pytest.raises(errbar.errors.LabelError, match="pass ignore_index= to the fit"):
         fit(model, [(x, torch.full_like(y, 255))], last_layers=1, outputs="positions")
-    for call in (posterior.predict, posterior.logits):
-        with pytest.raises(errbar.errors.ArgumentError, match=r"differentiable= (is|are) for one PMF of each input"):
-            call(x, differentiable=True)  # type: ignore[operator]
+    with pytest.raises(errbar.errors.ArgumentError, match="top= is for one PMF of each input"):
+        posterior.logits(x, top=2)
     for outputs in ("classes", "labels"):
         with pytest.raises(errbar.errors.ModelError, match="for a class of every token or pixel, pass outputs='posi"):
             fit(model, [x], last_layers=1, outputs=outputs)
