@@ -304,6 +304,14 @@ def test_covariances_of_all_positions_are_never_held_at_once(monkeypatch: pytest
     assert sum(sizes) == 2 * 64 * 64
     assert max(sizes) <= 4096
     assert torch.allclose(prediction.pmf.sum(-1), torch.ones(2, 64, 64), atol=1e-5)
+    # So few are kept for the next statistic; of more, only those of the last rows.
+    expected = prediction.std, prediction.mutual_information
+    assert sum(sizes) == 2 * 64 * 64
+    monkeypatch.setattr("errbar._distributions.positions._KEPT_BYTES", 0)
+    again = posterior.predict(x, 100)
+    assert torch.equal(again.std, expected[0])
+    assert torch.equal(again.mutual_information, expected[1])
+    assert sum(sizes) == 4 * 2 * 64 * 64
 
 
 def test_the_calibration_of_positions_does_not_depend_on_their_order() -> None:
