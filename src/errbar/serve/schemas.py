@@ -490,8 +490,9 @@ def request_models(service: Service, limits: Limits) -> tuple[type[BaseModel], t
             ),
         ),
     )
-    given: Any = GivenLabelGaussian if service.of_labels else GivenGaussian
-    gaussians = Annotated[list[given], Field(min_length=1, max_length=limits.frames)]
+    some = Field(min_length=1, max_length=limits.frames)
+    of_labels: Any = Annotated[list[GivenLabelGaussian], some]
+    gaussians: Any = of_labels if service.of_labels else Annotated[list[GivenGaussian], some]
     fuse = model_of(
         "FuseRequest",
         ("inputs", "images", "gaussians"),
