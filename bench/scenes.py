@@ -1,6 +1,7 @@
 """Segmentation: MNIST digits pasted into larger pictures, and patches of what the network has not seen.
 
     python bench/scenes.py --data DIR [--seed 0] [--rate] [-o bench/results/scenes.json] [--picture FILE]
+    python bench/scenes.py --table [-o bench/results/scenes.json]
 
 A fully convolutional network is trained on made scenes of real digits: 3 to 5 digits at random places on a noisy
 background, each pixel labelled with its digit or as background (11 classes). Fixed before the first run: 1,500 scenes
@@ -27,10 +28,12 @@ from torch.nn import functional as F
 import errbar
 from errbar import metrics
 from errbar.experiments.datasets import read_fashion_mnist, read_kmnist, read_mnist
+from errbar.experiments.evaluation import paired
 
 _SIZE, _PATCH, _INK = 64, 20, 0.4
 _SCENES = {"train": 1500, "held out": 300, "report": 300}
 _EPOCHS, _BATCH = 6, 25
+_SCORES = ("entropy", "mutual_information")
 
 
 def network() -> nn.Module:
@@ -149,7 +152,7 @@ def study(data: Path, seed: int, device: torch.device, picture: Path | None) -> 
         for source, (x, y, strange) in foreign.items():
             found = [posterior.predict(part.to(device), 100) for part in x.split(_BATCH)]
             ink = strange | (y > 0)
-            for score in ("entropy", "mutual_information"):
+            for score in _SCORES:
                 values = torch.cat([getattr(one, score).cpu() for one in found])[ink]
                 if not (score == "mutual_information" and posterior.covariance_scale == 0):
                     scores[f"AUROC {source}, {score}"] = metrics.auroc(values, strange[ink])
@@ -193,16 +196,52 @@ def rate(data: Path, device: torch.device) -> dict[str, float]:
     return rates
 
 
+def table(results: dict[str, Any]) -> str:
+    """Means over the seeds in Markdown, with Student's intervals; the differences of a single seed are over scenes."""
+    runs = list(results["runs"].values())
+    columns = {"NLL": 5, "ECE": 5, **{f"AUROC {s}, {by}": 3 for s in ("KMNIST", "Fashion-MNIST") for by in _SCORES}}
+    names = [name.replace("AUROC ", "").replace("_", " ") for name in columns]
+    rows = [["", *names[:2], "NLL − temperature scaling", *names[2:]]]
+    for method in runs[0]["methods"]:
+        scores = [run["methods"][method] for run in runs]
+        cells = {
+            name: _interval([one[name] for one in scores], digits) if name in scores[0] else "–"
+            for name, digits in columns.items()
+        }
+        difference = "–"
+        if method != "temperature scaling":
+            mean, lower, upper = runs[0]["paired"][method]
+            many = [run["paired"][method][0] for run in runs]
+            difference = f"{mean:+.6f} [{lower:+.6f}, {upper:+.6f}]" if len(runs) == 1 else _interval(many, 6)
+        values = list(cells.values())
+        rows.append([method, *values[:2], difference, *values[2:]])
+    rows.insert(1, ["---", *["---:"] * (len(names) + 1)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _interval(values: list[float], digits: int) -> str:
+    found = paired(values, [0.0] * len(values))
+    if found["interval"] is None:
+        return f"{found['mean']:.{digits}f}"
+    return f"{found['mean']:.{digits}f} ± {found['interval'][1] - found['mean']:.{digits}f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--seed", type=int, action="append")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rate", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("bench/results/scenes.json"))
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {"runs": {}}
+    if options.table:
+        print(table(results))
+        return
+    if options.data is None:
+        parser.error("expected --data, the folder of the data sets")
     if options.rate:
         found = rate(options.data, torch.device(options.device))
         results.setdefault("pictures_per_second", {})[options.device] = found

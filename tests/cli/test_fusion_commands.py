@@ -138,7 +138,11 @@ MISTAKES = {
     ),
     "a fusion to fuse": (
         ["fuse", "data.npz", "-p", "fused.safetensors", "-p", "other.safetensors", *MODELS],
-        "holds a fused classifier of 2 networks; expected a posterior of one",
+        "of 2 networks, which are fused already; expected the posterior of one network. With this file errbar predict",
+    ),
+    "frames of a fusion": (
+        ["fuse", "data.npz", "-p", "fused.safetensors", *MODELS[:2], "--frames", "5"],
+        "expected the posterior of one network. With this file errbar serve fuses frames (POST /v1/fuse)",
     ),
     "other weights to verify": (
         ["verify", "fused.safetensors", "tiny_net:other", "tiny_net:trained"],

@@ -304,6 +304,14 @@ def test_covariances_of_all_positions_are_never_held_at_once(monkeypatch: pytest
     assert sum(sizes) == 2 * 64 * 64
     assert max(sizes) <= 4096
     assert torch.allclose(prediction.pmf.sum(-1), torch.ones(2, 64, 64), atol=1e-5)
+    # So few are kept for the next statistic; of more, only those of the last rows.
+    expected = prediction.std, prediction.mutual_information
+    assert sum(sizes) == 2 * 64 * 64
+    monkeypatch.setattr("errbar._distributions.positions._KEPT_BYTES", 0)
+    again = posterior.predict(x, 100)
+    assert torch.equal(again.std, expected[0])
+    assert torch.equal(again.mutual_information, expected[1])
+    assert sum(sizes) == 4 * 2 * 64 * 64
 
 
 def test_the_calibration_of_positions_does_not_depend_on_their_order() -> None:
@@ -343,9 +351,8 @@ def test_mistakes_are_told() -> None:
         errbar.calibrate(posterior, [(x, torch.full_like(y, -100))])
     with pytest.raises(errbar.errors.LabelError, match="pass ignore_index= to the fit"):
         fit(model, [(x, torch.full_like(y, 255))], last_layers=1, outputs="positions")
-    for call in (posterior.predict, posterior.logits):
-        with pytest.raises(errbar.errors.ArgumentError, match=r"differentiable= (is|are) for one PMF of each input"):
-            call(x, differentiable=True)  # type: ignore[operator]
+    with pytest.raises(errbar.errors.ArgumentError, match="top= is for one PMF of each input"):
+        posterior.logits(x, top=2)
     for outputs in ("classes", "labels"):
         with pytest.raises(errbar.errors.ModelError, match="for a class of every token or pixel, pass outputs='posi"):
             fit(model, [x], last_layers=1, outputs=outputs)

@@ -107,8 +107,101 @@ def test_gradients_are_those_of_finite_differences(
     _require_derivative(lambda z: of_prediction(posterior.predict(z, samples=40)), x, value, given)
 
 
-def test_gradient_of_a_gradient() -> None:
-    posterior, x = _posterior(convolutional, 16, {"last_layers": 2}), draw(2, 16, seed=3)
+class _Tagger(nn.Module):
+    """Tokens that attend to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(3, 6)
+        self.attention, self.norm = nn.MultiheadAttention(6, 2, batch_first=True), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.into(x))
+        logits: Tensor = self.head(self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]))
+        return logits
+
+
+def _segmenter() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GLU(1), nn.InstanceNorm2d(3), nn.Conv2d(3, 3, 1)
+    )
+
+
+POSITIONS: list[tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = [
+    (_Tagger, (5, 3), {"last_layers": 1}),
+    (_Tagger, (5, 3), {"last_layers": 1, "fisher": "eta", "structure": "kron"}),
+    (_Tagger, (5, 3), {"parameters": "all", "fisher": "sampled"}),
+    (_segmenter, (1, 4, 5), {"last_layers": 1, "structure": "diag"}),
+    (_segmenter, (1, 4, 5), {"parameters": "vectors", "fisher": "sampled"}),
+    (_segmenter, (1, 4, 5), {"parameters": "all", "fisher": "sampled", "structure": "kron"}),
+]
+
+
+@pytest.mark.parametrize("softening", [0.0, 0.2])
+@pytest.mark.parametrize(("make", "shape", "options"), POSITIONS)
+def test_gradients_of_positions_are_those_of_finite_differences(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], options: dict[str, Any], softening: float
+) -> None:
+    model = seeded(make)
+    posterior = errbar.fit(model, [draw(6, *shape)], prior=errbar.Prior(1.0), outputs="positions", **options)
+    posterior = posterior.with_calibration(temperature=1.3, covariance_scale=0.7, softening=softening)
+    x = draw(3, *shape, seed=3)
+    given = x.clone().requires_grad_()
+    with torch.no_grad():  # as if by mistake
+        logits, prediction = (
+            posterior.logits(given, differentiable=True),
+            posterior.predict(given, 40, differentiable=True),
+        )
+    plain, expected = posterior.logits(x), posterior.predict(x, 40)
+    assert torch.allclose(logits.covariance, plain.covariance, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(prediction.pmf, expected.pmf, rtol=1e-9)
+    weights, vector = draw(*plain.covariance.shape, seed=5), draw(*plain.mean.shape, seed=6)
+
+    def of_logits(value: errbar.LogitGaussian) -> Tensor:
+        return (value.covariance * weights).sum() + (value.mean * vector).sum() + value.variance.square().sum()
+
+    def of_prediction(value: errbar.Prediction) -> Tensor:
+        total = (value.pmf * vector).sum() + (value.covariance * weights).sum()
+        return total + value.mutual_information.sum() + value.entropy.sum() + value.std.sum()
+
+    _require_derivative(lambda z: of_logits(posterior.logits(z)), x, of_logits(logits), given)
+    value = of_prediction(prediction)
+    _require_derivative(lambda z: of_prediction(posterior.predict(z, 40)), x, value, given)
+    assert not posterior.predict(given, 40).pmf.requires_grad
+    assert not posterior.logits(given).mean.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_of_positions_are_those_of_the_formula() -> None:
+    """P^g = (I ⊗ h̃)ᵀ P (I ⊗ h̃) of each token, h̃ = (h, 1), written out for autograd."""
+    model = seeded(_Tagger)
+    posterior = errbar.fit(model, [draw(6, 5, 3)], last_layers=1, outputs="positions").with_calibration(temperature=2.0)
+    P = posterior.covariance()
+    x = draw(2, 5, 3, seed=3).requires_grad_()
+    assert isinstance(model, _Tagger)
+    hidden = torch.tanh(model.into(x))
+    hidden = hidden + model.attention(hidden, hidden, hidden, need_weights=False)[0]
+    centred = hidden - hidden.mean(-1, keepdim=True)
+    normal = centred / (centred.square().mean(-1, keepdim=True) + model.norm.eps).sqrt()
+    features = normal * model.norm.weight + model.norm.bias
+    J = torch.cat([torch.kron(torch.eye(4), features.reshape(10, 1, 6)), torch.eye(4).expand(10, 4, 4)], 2)
+    expected = (J @ P @ J.mT / 4).reshape(2, 5, 4, 4)
+    actual = posterior.logits(x, differentiable=True)
+    assert torch.allclose(actual.covariance, expected, rtol=1e-9)
+    weights, vector = draw(2, 5, 4, 4, seed=5), draw(2, 5, 4, seed=6)
+    totals = [
+        (covariance * weights).sum() + (mean * vector).sum()
+        for covariance, mean in ((actual.covariance, actual.mean), (expected, model.head(features) / 2))
+    ]
+    gradients = [torch.autograd.grad(total, x, retain_graph=True)[0] for total in totals]
+    assert torch.allclose(*gradients, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(convolutional, 16), (_Shifted, 5)])
+def test_gradient_of_a_gradient(make: Callable[[], nn.Module], inputs: int) -> None:
+    # A derivative of P^g by parameters in front of a layer norm, differentiated twice, is the third of that norm.
+    posterior, x = _posterior(make, inputs, {"parameters": "all"}), draw(2, inputs, seed=3)
 
     def slope(z: Tensor) -> Tensor:
         given = z.clone().requires_grad_()
@@ -166,6 +259,9 @@ def test_inputs_without_a_gradient_are_refused() -> None:
     for call in (posterior.logits, posterior.predict):
         with pytest.raises(errbar.ArgumentError, match=r"none requires a gradient; expected x.requires_grad_\(\)"):
             call(draw(3, 5), differentiable=True)  # type: ignore[operator]
+    tagger = errbar.fit(seeded(_Tagger), [draw(6, 5, 3)], last_layers=1, outputs="positions")
+    with pytest.raises(errbar.ArgumentError, match="none requires a gradient"):
+        tagger.logits(draw(3, 5, 3), differentiable=True)
     with pytest.raises(errbar.DataError, match="one batch of inputs"):
         posterior.predict(iter([draw(3, 5)]), differentiable=True)
 

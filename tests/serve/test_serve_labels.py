@@ -90,6 +90,22 @@ def test_risk_and_fusion(running: Running) -> None:
     assert told["fused"]["pmf"] == pytest.approx(both.pmf[0].tolist(), rel=0, abs=1e-10)
 
 
+def test_gaussians_of_one_label_are_fused() -> None:
+    """What a posterior of one label answers can be sent as it is."""
+    model = torch.nn.Linear(X.shape[1], 1).double()
+    own = errbar.fit(model, [(X, Y[:, :1])], last_layers=1, outputs="labels")
+    one = served("one", own, reference=[(X, Y[:, :1])])
+    with service(one) as running:
+        answer = running.told("/v1/predict", {"inputs": X[:2].tolist(), "include": ["logits"]})
+        gaussians = [each["logits"] for each in answer["predictions"]]
+        told = running.told("/v1/fuse", {"gaussians": gaussians})["objects"][0]
+        logits = own.logits(X[:2])
+        expected = errbar.fuse([logits[:1], logits[1:]]).predict().pmf[0].tolist()
+        assert told["fused"]["pmf"] == pytest.approx(expected, rel=0, abs=1e-10)
+        empty = running.ask("/v1/fuse", {"gaussians": [{"mean": [], "covariance": []}]})
+        assert empty.status_code == 422
+
+
 def test_what_is_only_for_classes_is_refused_in_a_sentence(running: Running) -> None:
     x = X[:2].tolist()
     for path, body, words in (

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from errbar._base.formulas import WrittenOut
+
 
 @contextmanager
 def plain_execution(device: torch.device) -> Iterator[None]:
@@ -28,7 +30,7 @@ def plain_execution(device: torch.device) -> Iterator[None]:
 def graph_execution(device: torch.device) -> Iterator[None]:
     """The same with gradients, for results that keep their graph.
 
-    Fused attention kernels have no derivative of their derivative; the plain formula has.
+    Fused attention kernels have no derivative of their derivative; the plain formula has. So have those of `formulas`.
     """
-    with plain_execution(device), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with plain_execution(device), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), WrittenOut():
         yield

@@ -27,7 +27,10 @@ Values = dict[str, Tensor]
 def pushed_forward(
     network: Network, selection: Selection, batch: Batch, directions: Float[Tensor, "k n"]
 ) -> Float[Tensor, "k B M"]:
-    """J_n δ of each sample n of a prepared batch and each of k directions δ, in the network's own dtype."""
+    """J_n δ of each sample n of a prepared batch and each of k directions δ, in the network's own dtype.
+
+    What is written out keeps no graph, so a network that does takes the ways of `torch.func`.
+    """
     _load_forward_rules()
     values = selection.values(network.module)
     tangents = {name: part.to(values[name].dtype) for name, part in selection.unflatten(directions).items()}
@@ -37,7 +40,7 @@ def pushed_forward(
 
     # Fused attention kernels have no derivative in forward mode; the plain formula has.
     with quiet_vmap(), sdpa_kernel(SDPBackend.MATH):
-        for push in (_written_out, _all_together, _one_by_one, _by_two_backward_passes):
+        for push in _WAYS[network.keeps_graph :]:
             try:
                 return push(logits, values, tangents)
             except NoRuleError:
@@ -94,3 +97,7 @@ def _by_two_backward_passes(
 
 def _of(tangents: Mapping[str, Tensor], index: int) -> Values:
     return {name: part[index] for name, part in tangents.items()}
+
+
+# From the quickest to the one that takes most networks.
+_WAYS = (_written_out, _all_together, _one_by_one, _by_two_backward_passes)

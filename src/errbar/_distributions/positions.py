@@ -30,6 +30,8 @@ GaussiansOf = Callable[[int, int], LogitGaussian]
 _AT_A_TIME = 2048
 # Numbers of the covariances that are made at a time.
 _COVARIANCE_NUMBERS = 2**22
+# Bytes of roots of covariances, beside those of the last rows, that are kept for the next statistic.
+_KEPT_BYTES = 2**25
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,8 @@ class PositionSampler:
     draws: str
     like: Tensor
     kind: OutputKind = CLASSES
-    # The sampler of the last rows that were asked for, by where they start; statistics ask for neighbours.
+    # The samplers of the last rows that were asked for, by where they start: statistics ask for neighbours, and of few
+    # positions for all of them again.
     _last: dict[int, GaussianSampler] = field(default_factory=dict, init=False, repr=False)
     _jitter: list[float] = field(default_factory=lambda: [0.0], init=False, repr=False)
 
@@ -102,7 +105,8 @@ class PositionSampler:
             root, jitter = gaussian.form.sampling_root(gaussian.mean.dtype)
             found = GaussianSampler.of(gaussian.mean, root, self.samples, self.seed, self.draws, self.kind)
             self._jitter[0] = max(self._jitter[0], jitter)
-            self._last.clear()
+            if sum(sampler.root.values.nbytes for sampler in self._last.values()) > _KEPT_BYTES:
+                self._last.clear()
             self._last[first] = found
         return found
 

@@ -22,6 +22,7 @@ from errbar._distributions.sampling import (
     error_of_pairs,
     mean_over_draws,
     over_blocks,
+    std_of_draws,
 )
 from errbar._distributions.shown import frame_of, html_of, plain_html, text_of, text_of_labels
 from errbar.errors import ArgumentError
@@ -105,11 +106,11 @@ class Prediction:
     @cached_property
     def std(self) -> Float[Tensor, "B M"]:
         """√diag P^f, without making P^f."""
-        return over_blocks(self.sampler, lambda f: f.var(2, correction=0).sqrt(), self.sampler.classes)
+        return over_blocks(self.sampler, std_of_draws, self.sampler.classes)
 
     def std_of(self, weights: Float[Tensor, "A M"]) -> Float[Tensor, "B A"]:
         """√(cᵀ P^f c) for each row c of `weights`: the standard deviation of cᵀf, without making P^f."""
-        return over_blocks(self.sampler, lambda f: (weights @ f).var(2, correction=0).sqrt(), len(weights))
+        return over_blocks(self.sampler, lambda f: std_of_draws(weights @ f), len(weights))
 
     @cached_property
     def label(self) -> Int[Tensor, "B"]:

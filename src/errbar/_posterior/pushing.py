@@ -118,7 +118,8 @@ def pushed_deviations(task: Task, factor: Factor, batch: Batch, samples: int, se
         for few in directions.split(together):
             start = 0
             for part in batch.parts(rows):
-                pushed = pushed_forward(network, selection, part, few).detach()
+                pushed = pushed_forward(network, selection, part, few)
+                pushed = pushed if network.keeps_graph else pushed.detach()
                 if deviations is None:
                     deviations = pushed.new_empty(len(batch), pushed.shape[2], samples)
                 where = slice(start, start + pushed.shape[1]), slice(None), slice(first, first + len(few))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import errbar
 from errbar.cli import options
-from errbar.errors import ArgumentError, DataError
+from errbar.errors import ArgumentError, DataError, FileError
 
 if TYPE_CHECKING:
     from errbar._model.batch import Batch
@@ -56,6 +57,8 @@ def fuse(
         require_format(output)
         thresholds = thresholds_of(risk)
         _require_count(len(posterior), frames, joint)
+        for path in posterior:
+            _require_one_network(path, frames)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
         classes = same_classes(loaded, posterior)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
@@ -87,6 +90,20 @@ def _require_count(posteriors: int, frames: int | None, joint: bool) -> None:
         raise ArgumentError("There is one --posterior; expected two or more to fuse, or --frames for one classifier.")
     if frames is not None and posteriors != 1:
         raise ArgumentError(f"There are {posteriors} posteriors; expected one --posterior with --frames.")
+
+
+def _require_one_network(path: Path, frames: int | None) -> None:
+    description = errbar.info(path)
+    if isinstance(description, errbar.FusionDescription):
+        instead = (
+            "errbar predict answers for its inputs one by one"
+            if frames is None
+            else "errbar serve fuses frames (POST /v1/fuse), and errbar predict answers for each of them"
+        )
+        raise FileError(
+            f"{path} holds a fused classifier of {len(description.networks)} networks, which are fused already; "
+            f"expected the posterior of one network. With this file {instead}."
+        )
 
 
 def _require_frames(batch: Batch, frames: int) -> None:

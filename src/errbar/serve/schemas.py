@@ -62,6 +62,17 @@ class GivenGaussian(BaseModel):
     ]
 
 
+class GivenLabelGaussian(GivenGaussian):
+    """The same of several labels, of which one is enough."""
+
+    mean: Annotated[list[Number], FailFast(), Field(min_length=1, max_length=1000)]
+    covariance: Annotated[
+        list[Annotated[list[Number], FailFast(), Field(min_length=1, max_length=1000)]],
+        FailFast(),
+        Field(min_length=1, max_length=1000),
+    ]
+
+
 class Problem(BaseModel):
     """Why there is no answer: what was wrong, what was expected, and what to do."""
 
@@ -479,7 +490,9 @@ def request_models(service: Service, limits: Limits) -> tuple[type[BaseModel], t
             ),
         ),
     )
-    gaussians = Annotated[list[GivenGaussian], Field(min_length=1, max_length=limits.frames)]
+    some = Field(min_length=1, max_length=limits.frames)
+    of_labels: Any = Annotated[list[GivenLabelGaussian], some]
+    gaussians: Any = of_labels if service.of_labels else Annotated[list[GivenGaussian], some]
     fuse = model_of(
         "FuseRequest",
         ("inputs", "images", "gaussians"),
