@@ -176,9 +176,11 @@ def expanded(
 
 def unpacked_weights(packed: Float[Tensor, "k B"], d: int, e: int, *, symmetric: bool) -> Float[Tensor, "B d e"]:
     """The inverse of `packed_weights`."""
+    # Each matrix in one piece: products of a batch of others copy them one by one.
+    flat = packed.T.contiguous()
     if symmetric:
-        packed = packed.index_select(0, unpack_index(d, packed.device).reshape(-1))
-    return packed.T.reshape(-1, d, e)
+        flat = flat.index_select(1, unpack_index(d, packed.device).reshape(-1))
+    return flat.reshape(-1, d, e)
 
 
 def block_from_products(
