@@ -34,6 +34,7 @@ from errbar._curvature.structure import Description, Factor, PairCoefficients, S
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
     ADDED_PRODUCTS,
+    MOVED_PRODUCTS,
     Cost,
     Workload,
     by_device,
@@ -607,6 +608,21 @@ def _staged(work: Workload) -> tuple[int, int]:
     return samples, int(samples * (2 * numbers + work.classes * d + 2 * d * d) * work.itemsize + 2 * tile)
 
 
+def _between(work: Workload) -> float:
+    """Multiplications for one sample of V_lᵀ Λ V_l' for all pairs of terms, or of V_l Q V_l'ᵀ.
+
+    Each is made, turned so that the samples come last, or first, and packed, or unpacked.
+    """
+    products = numbers = 0.0
+    for place, second in enumerate(work.terms):
+        for first in work.terms[: place + 1]:
+            count, d, e = first.uses * second.uses, first.outputs, second.outputs
+            # Of a layer that returns the logits V is the identity: no product.
+            products += 0 if first.returns_logits else count * d * work.classes * (work.classes + e)
+            numbers += count * d * e
+    return products + MOVED_PRODUCTS * 6 * work.itemsize * numbers
+
+
 def cost(work: Workload) -> Cost:
     """n × n matrices of float64: the information and the Cholesky factor after the fit, the covariance to predict."""
     n, s = work.n, work.itemsize
@@ -625,7 +641,9 @@ def cost(work: Workload) -> Cost:
         contraction = min(work.batch, 1024) * (work.classes * d + 2 * d * d + 2 * work.classes**2) * s
         predict_bytes = 3 * square + coefficients + max(repack_bytes, contraction + drawing_bytes(work, full=True))
         additions = ADDED_PRODUCTS * numbers / samples
-        products: tuple[float, float] = (sum(c for *_, c in sum_pairs) + additions, sum(c for *_, c in packed_pairs))
+        between = _between(work)
+        own = sum(c for *_, c in sum_pairs), sum(c for *_, c in packed_pairs)
+        products: tuple[float, float] = (own[0] + additions + between, own[1] + between)
         first: float = 2 * n**3 / 3 + 10.0 * n * n
         once: float = n**3 / 3 + 10.0 * n * n + first
         passes = float(work.classes if any(not term.returns_logits for term in work.terms) else 0)

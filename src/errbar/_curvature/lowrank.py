@@ -60,6 +60,7 @@ from errbar._curvature.structure import (
 )
 from errbar._curvature.task import Task
 from errbar._curvature.workload import (
+    MOVED_PRODUCTS,
     Cost,
     Workload,
     backward_bytes,
@@ -500,14 +501,19 @@ def cost(work: Workload) -> Cost:
     is_large = classes * n * w > JACOBIAN_BYTES
     inputs = rows_bytes(1, 2) + 6 * n * s if is_large else rows_bytes(prediction_samples, classes)
     predict_bytes = posterior + inputs + drawing_bytes(work, full=True)
-    once = 2.0 * rank**2 * n + 20.0 * rank**3
-    predict_products = classes * n * (2.0 * rank + classes) + drawing_products(work, full=True)
+    # Rows are made, put together, squared in float64, chosen by their weight, and put where they are compressed.
+    row_products = 5.0 * rank + MOVED_PRODUCTS * (5 * w + 44 + 2 * (w + s))
+    # Squared, and twice scaled in float64, whose multiplications take twice as long.
+    once = 2.0 * rank**2 * n + 20.0 * rank**3 + MOVED_PRODUCTS / 2 * (44 + 2 * (s + 24)) * rank * n
+    # Made, put together, scaled twice, and what remains of them squared.
+    predict_products = classes * n * (2.0 * rank + classes + MOVED_PRODUCTS * (5 * w + 10 * s))
+    predict_products += drawing_products(work, full=True)
     fit_bytes = max(collect_bytes, condition_bytes)
     return Cost(
         posterior,
         fit_bytes,
         predict_bytes,
-        5.0 * rank * n * columns,
+        row_products * n * columns,
         once,
         predict_products,
         (float(columns), float(classes)),

@@ -27,6 +27,8 @@ from errbar._model.selection import owner
 
 # Adding a product to a sum in float64 takes, for each number, as long as so many multiplications.
 ADDED_PRODUCTS = 200
+# A byte that a pass over memory reads or writes takes about as long as so many multiplications.
+MOVED_PRODUCTS = 8
 # Bytes of a backward pass for each sample and seed, as a share of the bytes of all module outputs on its path: measured
 # on ResNet-20, on a CPU with what stays in the heap.
 _BACKWARD_SHARE = {"cpu": 0.7, "cuda": 0.35}
