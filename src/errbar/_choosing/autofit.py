@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -62,6 +63,8 @@ _FEW_PRECISIONS = (1.0, 100.0)
 # the same call tries the same priors again. Nor are the draws of more classes held for many.
 _MOST_PRODUCTS, _FEW_CLASSES = {"cpu": 5e10, "cuda": 1e13}, 100
 _KEPT_DRAWS = 1000
+# Inputs whose prediction is timed.
+_TIMED_INPUTS = 32
 # Factorisations for the prior by the evidence among few, and the share of the time that more may take.
 _FEWEST_CONDITIONS, _MOST_CONDITIONS, _PRIOR_SHARE = 4, 30, 0.05
 _LINK_NAMES = {2: "T, T_c", 3: "T, T_c, c"}
@@ -389,11 +392,11 @@ class _Search:
         A posterior whose covariance has no root left after rounding (a prior that is too weak) is dropped. Where there
         is no time for all, so are most of those that the held-out data would choose among.
         """
-        seconds, count = 0.0, 0
+        microseconds = 0.0
         pace = Pace(self.deadline, len(self.groups), self.judging)
 
         def read() -> list[HeldOut | CovarianceError] | None:
-            nonlocal seconds, count, posteriors
+            nonlocal microseconds, posteriors
             parts: list[list[LogitGaussian]] = [[] for _ in posteriors]
             labels: list[Tensor] = []
             for batch in self._parts(stream, task):
@@ -405,12 +408,16 @@ class _Search:
                 else:
                     begin_part = pace if self.tried else pace.begin
                 begin_part(len(batch))
-                begin = time.perf_counter()
                 for part, gaussian in zip(parts, self._gaussians(posteriors, batch), strict=True):
                     part.append(gaussian)
                 labels.append(labels_for(parts[0][-1], batch))
-                seconds += (time.perf_counter() - begin) / len(posteriors)
-                count += len(batch)
+                few = batch.rows(0, min(len(batch), _TIMED_INPUTS))
+            if labels:
+                # Of one posterior by itself: those of a pass share their derivatives.
+                begin = time.perf_counter()
+                with suppress(CovarianceError):  # of those without a root, which are dropped below
+                    self._gaussians(posteriors[:1], few)[0].predict()
+                microseconds = 1e6 * (time.perf_counter() - begin) / len(few)
             return [_held_out_or_error(part, labels) for part in parts] if labels else None
 
         def fewer(
@@ -443,7 +450,7 @@ class _Search:
                 "The held-out data came in another order than before; expected the same samples in the same order each "
                 "time they are read. Pass a Dataset, a list of batches, or a DataLoader that does not shuffle."
             )
-        return kept, [replace(one, watch=self.deadline.tick) for one in variants], 1e6 * seconds / max(count, 1)
+        return kept, [replace(one, watch=self.deadline.tick) for one in variants], microseconds
 
     def _parts(self, stream: Iterator[Batch], task: Task) -> Iterator[Batch]:
         """The batches; in parts within a limit, but for draws of the parameters, which each part makes again."""
