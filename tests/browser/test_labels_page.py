@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from playwright.sync_api import Browser, expect
 
 import errbar
 import serving
 from errbar.serve.service import served
+
+pytestmark = pytest.mark.browser
 
 NAMES = ("red", "round", "ripe")
 

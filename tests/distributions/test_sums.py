@@ -109,6 +109,14 @@ def test_without_covariance_float32_is_softmax(form: str, samples: int) -> None:
         assert float(logits.scaled(0.0).predict(20, draws=draws).standard_error.max()) <= 1e-7
 
 
+@pytest.mark.parametrize("samples", [3, 1000])
+def test_equal_draws_have_no_standard_deviation(samples: int) -> None:
+    draws = torch.rand(5, 1, 7, generator=torch.Generator().manual_seed(0)).expand(5, samples, 7)
+    prediction = errbar.Prediction(draws.mean(1), GivenSampler(draws.mT.contiguous()))
+    assert torch.equal(prediction.std, torch.zeros(5, 7))
+    assert torch.equal(prediction.standard_error, torch.zeros(5, 7))
+
+
 def test_logits_far_from_zero_are_as_good() -> None:
     """Softmax takes the largest away, and that is exact where it counts; a mean over the classes is not."""
     mean = torch.tensor([[300.0, 299.0, -900.0, -100.0]])
