@@ -503,8 +503,8 @@ def test_within_a_limit_large_batches_are_taken_in_parts(
     monkeypatch.setattr(Deadline, "left", looked_at)
     monkeypatch.setattr(module, "logits_of_each", read)
     limited = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, seconds=500)
-    # They grow, as each takes less than half a hundredth of the limit.
-    assert sizes == [8, 16, 32, 64, 128, 52]
+    # They grow, as each takes less than half a hundredth of the limit; some inputs are predicted again, to be timed.
+    assert sizes == [8, 16, 32, 64, 128, 52, 32]
     # Each trial of the prior, and each step of a search for a calibration, looks at the clock too.
     assert len(ticks) > 100
     assert [row.nll for row in limited.rows] == pytest.approx([row.nll for row in choice.rows], abs=1e-6)
@@ -802,6 +802,9 @@ def test_where_there_is_no_time_for_all_priors_the_evidence_alone_is_tried(
     monkeypatch.setattr(module, "logits_of_each", slow)
     choice = errbar.autofit(model, [TRAIN], [HELD_OUT], candidates=ONE, seconds=600)
     assert {row.prior_by for row in choice.rows} == {"evidence"}
+    # And some of them again, of one posterior, to be timed.
+    *read, timed = read
+    assert timed[0] == 1
     assert sum(size for _, size in read) == 300
     assert {count for count, _ in read} == {3, 1}
     assert choice.not_tried == ("last layer, dense, the prior that the held-out data want: there was no time for it.",)
