@@ -39,7 +39,7 @@ RESNET = "tutorials/resnet.md"
 RUN_ELSEWHERE = dict.fromkeys(("command-line.md", "drift.md", "index.md"), "docs/test_documents.py")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*)(?P<options>.*)$")
 _TITLE = re.compile(r'title="([^"]*)"')
-_NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])", re.ASCII)
+_NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])", re.ASCII)
 # Fingerprints and versions differ from machine to machine.
 _STAMP = re.compile(r"\b[0-9a-f]{12,}\b|\b\d+\.\d+\.\d+[\w.+]*", re.ASCII)
 _UNITS_OF_THE_LAST_DIGIT, _SHARE = 3, 0.02
@@ -217,7 +217,7 @@ def _words(text: str) -> list[str]:
 def _close(shown: str, printed: str) -> bool:
     if "." not in shown and "e" not in shown:
         return shown == printed
-    a, b = (float(text.replace("−", "-")) for text in (shown, printed))
+    a, b = (float(text.replace("−", "-").replace(",", "")) for text in (shown, printed))
     mantissa, _, exponent = shown.partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     return abs(a - b) <= max(_UNITS_OF_THE_LAST_DIGIT * unit, _SHARE * abs(a)) * (1 + 1e-9)

@@ -146,6 +146,7 @@ def test_pages_that_are_run_elsewhere_are() -> None:
         ("right", "wrong", False),
         ("", "something", False),
         ("-0.5", "0.5", False),
+        ("1,234 parameters", "1,235 parameters", False),
         ("a  b\n", "a b", True),
         ("class 2: 0.10", "class 3: 0.10", False),
         ("1.0e-05", "1.1e-05", True),
@@ -158,6 +159,7 @@ def test_words_are_compared_exactly_and_numbers_up_to_rounding(shown: str, outpu
 
 def test_examples_are_compared_by_their_words() -> None:
     assert pages.same("took 3.1 s", "took 97.5 s", exactly=False)
+    assert pages.same("input 23 µs", "input 2,077 µs", exactly=False)
     assert not pages.same("took 3.1 s", "lost 3.1 s", exactly=False)
 
 
