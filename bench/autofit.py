@@ -1,17 +1,19 @@
 """`autofit` against temperature scaling on the networks of `docs/results.md`: what it chooses, and what that is worth.
 
     python bench/autofit.py --data DIR [mnist digits gtsrb cifar10 resnet20 resnet32] [--runs 3] [--only SEED]
-                            [--device cuda] [--seconds 900] [-o docs/results/autofit.json]
+                            [--device cuda] [--seconds 900] [--exact] [-o docs/results/autofit.json]
 
 Networks are trained as `errbar reproduce` trains them, and kept beside the output; the halves of the ResNets' test data
-are those of the runs there, and their training data, which are the same in all of them, are collected once. Results of
-earlier calls stay in the file.
+are those of the runs there, and their training data, which are the same in all of them, are collected once. With
+`--exact` the last layer, the last two and all vectors are tried by the exact Fisher information, and nothing else.
+Results of earlier calls stay in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,11 @@ from errbar.experiments.problems import build
 from errbar.experiments.reproduce import tracks, trained
 
 _RUN = 1000
+_EXACT: dict[str, dict[str, Any]] = {
+    "last layer": {"last_layers": 1},
+    "last two layers": {"last_layers": 2},
+    "last layer and vectors": {"parameters": "vectors"},
+}
 
 
 def prepared(
@@ -49,14 +56,15 @@ def main() -> None:
     parser.add_argument("--only", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("-o", "--output", type=Path, default=Path("autofit.json"))
     options = parser.parse_args()
     device, folder = torch.device(options.device), options.output.parent / "networks"
     for name in options.names:
-        collected = None
+        collected: Mapping[str, Any] | None = _EXACT if options.exact else None
         for seed in range(options.runs) if options.only is None else [options.only]:
             network, problem, groups = prepared(name, options.data, seed, device, folder)
-            if name in DEPTHS and options.only is None:
+            if name in DEPTHS and options.only is None and not options.exact:
                 collected = collected or automatic.collected(network, problem, progress=True)
                 network = next(iter(collected.values())).model
             study = automatic.study(

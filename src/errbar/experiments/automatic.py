@@ -35,7 +35,7 @@ def study(
     network: nn.Module,
     problem: Problem,
     *,
-    candidates: Mapping[str, errbar.Information] | None = None,
+    candidates: Mapping[str, errbar.Information | Mapping[str, Any]] | None = None,
     groups: Sequence[int] | None = None,
     seconds: float | None = None,
     title: str = "autofit",
@@ -44,7 +44,7 @@ def study(
     """The choice, and its scores on test data, outliers and shifted test data, with those of temperature scaling.
 
     T by NLL on the validation data, which are the held-out data of `autofit` too; `groups` say which of them belong
-    together. `candidates` are those of `collected`, if that was called already.
+    together. `candidates` are those of `collected`, if that was called already, or as `errbar.autofit` takes them.
     """
     start = time.perf_counter()
     with warnings.catch_warnings():
