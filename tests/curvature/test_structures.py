@@ -31,6 +31,7 @@ from errbar._curvature.task import Task, product_dtype
 from errbar._derivative.full import jacobians
 from errbar._derivative.layerwise import LayerwiseDerivative, LayerwiseRoute
 from errbar._derivative.route import Derivative, Route, differentiate
+from errbar._derivative.trace import _derivatives
 from errbar._distributions.covariance import DiagonalCovariance, FactoredCovariance, JointCovariance
 from errbar._distributions.sampling import SamplingRoot
 from errbar._model.batch import Batch, to_batch
@@ -435,6 +436,31 @@ def test_small_parts_of_a_batch_give_what_the_whole_gives(monkeypatch: pytest.Mo
     close(parts.dense(), total.dense(), 1e-12)
     again = parts.condition(run.prior(), 1e-12).gaussian(draw(5, 3), run.linearised(x)[1]).covariance
     close(again, covariance)
+
+
+def test_no_piece_of_a_mapped_backward_pass_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mapped over the samples and the classes is as large as both together, not as one of them."""
+    make, shape, select = CASES["convolutions with batch norms"]
+    x = draw(6, *shape)
+    run = Run.of("kron", seeded(make), x, **select)
+    assert run.route is not None
+    total, (logits, derivative) = run.total(x), run.linearised(x)
+    pieces: list[tuple[int, int]] = []
+
+    def noted(values: Tensor, calls: Any, seeds: Tensor, **keywords: Any) -> list[Tensor]:
+        pieces.append((len(seeds), len(values)))
+        return _derivatives(values, calls, seeds, **keywords)
+
+    classes = logits.shape[1]
+    # The widest derivatives of two samples and all classes, in float32.
+    monkeypatch.setattr("errbar._derivative.layerwise._MAPPED_PIECE_BYTES", 2 * classes * 4 * run.route.widest)
+    monkeypatch.setattr("errbar._derivative.trace._derivatives", noted)
+    close(run.total(x).dense(), total.dense(), 1e-12)
+    assert {count for count, _ in pieces} == {2 * classes // len(x)}
+    pieces.clear()
+    parts = list(run.route.derivatives(run.task.network, to_batch(x)))
+    assert set(pieces) == {(classes, 2)}
+    close(torch.cat([part.jacobian() for _, part in parts]), derivative.jacobian(), 1e-12)
 
 
 def plain_convolutional() -> nn.Module:

@@ -275,7 +275,7 @@ def cost(work: Workload) -> Cost:
         seeds = float(classes if full else 0)
         input_products = products + (classes**2 * sum(t.outputs for t in work.terms) if full else 0)
     else:
-        samples = samples_at_a_time(work, work.inner_size + classes * (work.outer_size + work.rest))
+        samples = samples_at_a_time(work, work.inner_size + classes * (work.outer_size + work.rest), classes)
         transient, full, seeds = by_layer_bytes(work, samples) + piece_bytes(work, samples), True, backward_passes(work)
         products = explicit_products(work) + classes * sum(t.uses * t.size for t in work.terms)
         input_products = products + classes**2 * n

@@ -431,13 +431,12 @@ def cost(work: Workload) -> Cost:
     sums = 8 * sum(t.width**2 + t.outputs**2 for t in work.terms) + 8 * work.rest
     bases = sums + 8 * sum(t.size for t in work.terms)
     inner, outer = work.inner_size, work.outer_size
-    limit = layerwise.part_bytes(work.device)
     largest = max([t.width for t in work.terms] + [t.outputs for t in work.terms], default=0)
     uses = max((t.uses * t.width for t in work.terms), default=0)
 
     each = inner // max(1, len(work.terms))
-    sum_samples = samples = samples_at_a_time(work, each + 2 * outer + classes * work.rest)
-    seeds = min(classes, max(1, limit // (8 * max(1, samples * outer))))
+    sum_samples = samples = samples_at_a_time(work, each + 2 * outer + classes * work.rest, 1)
+    seeds = min(classes, layerwise.seeds_at_a_time(samples * outer, samples * work.widest, work.device))
     graph_bytes = kept_bytes(work, samples) if outer or work.rest else 0
     backward = max(
         2 * seeds * samples * (outer + work.widest) * w if outer else 0,
@@ -447,7 +446,7 @@ def cost(work: Workload) -> Cost:
     collect_bytes = sums + graph_bytes + max(backward, step)
     condition_bytes = sums + bases + (_EIGEN_MATRICES - 1) * 8 * largest**2
 
-    samples = samples_at_a_time(work, inner + classes * (outer + work.rest))
+    samples = samples_at_a_time(work, inner + classes * (outer + work.rest), classes)
     predict_bytes = sums + bases + (s * bases // 8 + s * sum(t.size for t in work.terms) if s < 8 else 0)
     is_factored = len(work.terms) == 1 and not work.rest and work.terms[0].returns_logits
     if is_factored:

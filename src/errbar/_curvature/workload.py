@@ -239,15 +239,16 @@ def row_bytes(work: Workload, samples: int, seeds: int, tensors: tuple[int, ...]
     return each * (sum(sizes) + pieces)
 
 
-def samples_at_a_time(work: Workload, numbers: int) -> int:
-    """Samples whose derivatives, of so many numbers each, are made layer by layer at a time."""
-    return min(work.batch, max(1, layerwise.part_bytes(work.device) // (8 * max(1, numbers))))
+def samples_at_a_time(work: Workload, numbers: int, seeds: int) -> int:
+    """Samples whose derivatives, of so many numbers each, are made layer by layer for so many seeds at a time."""
+    return min(work.batch, layerwise.rows_at_a_time(numbers, work.widest, work.device, seeds))
 
 
 def jacobian_samples(work: Workload) -> int:
     """Samples whose Jacobians are made at a time."""
     limit = int(by_device(route.JACOBIAN_BYTES, work.device))
-    by_layer = samples_at_a_time(work, work.inner_size + work.classes * (work.outer_size + work.rest))
+    numbers = work.inner_size + work.classes * (work.outer_size + work.rest)
+    by_layer = samples_at_a_time(work, numbers, work.classes)
     return min(by_layer, max(1, limit // (8 * work.classes * work.n)))
 
 

@@ -28,6 +28,9 @@ _PART_BYTES, _MOST_PART_BYTES = 2**27, 2**32
 # On a CPU, pieces of memory above this (glibc's largest mmap threshold) go back to the system each time, and come back
 # page by page: EfficientNet-Lite0 takes half as long again for a sample of sixteen as for one of four.
 _KEPT_PIECE_BYTES = 2**25
+# A backward pass that is mapped over seeds has pieces as large for each of them, and copies each from one seed's after
+# the other where an operation has no kernel for all: ResNet-20 takes twice as long with pieces of 64 MiB as of 16.
+_MAPPED_PIECE_BYTES = 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +157,7 @@ class LayerwiseRoute:
         numbers = self.inner_size + seeds * (self.outer_size + len(self.rest_spans))
         if self.layers and not self.inner_size:
             numbers = seeds * self.n_parameters  # unknown after loading from a file
-        return self._rows(numbers, device)
+        return rows_at_a_time(numbers, self.widest, device.type, seeds)
 
     def chunks(self, batch: Batch, device: torch.device, count: int | None = None) -> Iterator[Batch]:
         """The batch in parts of `samples_at_a_time`."""
@@ -188,12 +191,12 @@ class LayerwiseRoute:
         # The patches of one layer are made at a time.
         inner = self.inner_size // max(1, len(self.layers))
         numbers = inner + 2 * self.outer_size + (count or self.n_classes) * len(self.rest_spans)
-        for part in batch.parts(self._rows(numbers, network.device)):
+        for part in batch.parts(rows_at_a_time(numbers, self.widest, network.device.type)):
             yield part, self.trace(network, part, alone=count == 1)
 
     def seeds_at_a_time(self, size: int, device: torch.device) -> int:
         """For how many seeds the derivatives of `size` samples stay within the same number of bytes."""
-        return min(self.n_classes, max(1, part_bytes(device.type) // (8 * max(1, size * self.outer_size))))
+        return min(self.n_classes, seeds_at_a_time(size * self.outer_size, size * self.widest, device.type))
 
     def differentiate(
         self, network: Network, batch: Batch, seeds: Seeds | None = None, trace: Trace | None = None
@@ -251,15 +254,23 @@ class LayerwiseRoute:
         """One pass of a prepared batch; `alone` for the derivative of one combination of the logits."""
         return traced(network, batch, self.layers, self.columns, alone=alone)
 
-    def _rows(self, numbers: int, device: torch.device) -> int:
-        """How many samples of so many `numbers` each fit into the fixed number of bytes."""
-        return rows_at_a_time(numbers, self.widest, device.type)
 
-
-def rows_at_a_time(numbers: int, widest: int, kind: str) -> int:
-    """How many samples of so many `numbers` each, of which the widest output of a layer has `widest`, are traced."""
+def rows_at_a_time(numbers: int, widest: int, kind: str, seeds: int = 1) -> int:
+    """How many samples of so many `numbers` each, of which the widest output of a layer has `widest`, are traced for a
+    backward pass that is mapped over so many seeds."""
     most = max(1, part_bytes(kind) // (8 * max(1, numbers)))
-    return most if kind == "cuda" or not widest else max(1, min(most, _KEPT_PIECE_BYTES // (4 * widest)))
+    return min(most, _in_a_piece(seeds * widest, kind, _KEPT_PIECE_BYTES if seeds == 1 else _MAPPED_PIECE_BYTES, most))
+
+
+def seeds_at_a_time(numbers: int, widest: int, kind: str) -> int:
+    """For how many seeds of so many `numbers` each, `widest` of them in one tensor, derivatives are made at a time."""
+    most = max(1, part_bytes(kind) // (8 * max(1, numbers)))
+    return min(most, _in_a_piece(widest, kind, _MAPPED_PIECE_BYTES, most))
+
+
+def _in_a_piece(numbers: int, kind: str, limit: int, most: int) -> int:
+    """How many times so many numbers go into a piece of memory of `limit` bytes, where that matters; else `most`."""
+    return most if kind == "cuda" or not numbers else max(1, limit // (4 * numbers))
 
 
 def part_bytes(kind: str) -> int:
