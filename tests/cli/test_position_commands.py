@@ -12,6 +12,8 @@ import torch
 
 import errbar
 from errbar.cli.main import main
+from errbar.cli.output import writing
+from errbar.errors import DataError
 
 
 def run(*words: str) -> None:
@@ -112,3 +114,91 @@ def test_positions_that_are_masked_are_not_measured(
     truth = batch["labels"].masked_fill(batch["attention_mask"] == 0, 255)
     expected = errbar.metrics.nll(posterior.predict(batch, 50), truth)
     assert facts["scores"]["posterior"]["nll"] == pytest.approx(expected, rel=1e-6)
+
+
+SIZES = """
+import torch
+from torch import nn
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.features(x)))
+
+def network():
+    torch.manual_seed(0)
+    return Convolution()
+
+def pictures(sizes):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, 1, h, w, generator=generator) for n, h, w in sizes]
+
+def different():
+    return pictures([(3, 4, 4), (1, 2, 6), (2, 2, 6), (1, 5, 1)])
+
+def alike():
+    return pictures([(3, 4, 5), (1, 4, 5)])
+"""
+
+
+def test_inputs_of_different_sizes_are_padded_in_an_npz(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("sizes_of_test.py").write_text(SIZES, encoding="utf-8")
+    pictures = importlib.import_module("sizes_of_test")
+    posterior = errbar.fit(pictures.network(), pictures.different(), last_layers=1, outputs="positions")
+    posterior.save("fitted.safetensors", classes=["a", "b", "c"])
+    asked = ["--model", "sizes_of_test:network", "--samples", "20", "--covariance", "--risk", "0.5"]
+    run("predict", "fitted.safetensors", "sizes_of_test:different", *asked, "-o", "different.npz")
+    with np.load("different.npz") as found:
+        assert found["positions"].tolist() == [[4, 4]] * 3 + [[2, 6]] * 3 + [[5, 1]]
+        assert found["pmf"].shape == found["risk_0.5"].shape == (7, 5, 6, 3)
+        assert found["covariance"].shape == (7, 5, 6, 3, 3)
+        start = 0
+        for batch in pictures.different():
+            prediction = posterior.predict(batch, 20)
+            rows, (height, width) = slice(start, start + len(batch)), batch.shape[2:]
+            for name in ("label", "confidence", "entropy", "mutual_information", "pmf", "std", "covariance"):
+                column, expected = found[name][rows], getattr(prediction, name).numpy()
+                assert column.dtype == expected.dtype
+                np.testing.assert_array_equal(column[:, :height, :width], expected)
+                padding = np.concatenate([column[:, height:].ravel(), column[:, :height, width:].ravel()])
+                assert (padding == -1).all() if name == "label" else np.isnan(padding).all()
+            start += len(batch)
+    run("predict", "fitted.safetensors", "sizes_of_test:alike", *asked, "-o", "alike.npz")
+    with np.load("alike.npz") as found:
+        assert "positions" not in found
+        assert found["pmf"].shape == (4, 4, 5, 3)
+
+
+def write(path: Path, batches: list[dict[str, torch.Tensor]], *, of_positions: bool) -> None:
+    with writing(path, None, of_positions=of_positions) as writer:
+        for columns in batches:
+            writer.add(columns)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"label": torch.zeros(1, 4, 2, dtype=torch.long), "pmf": torch.zeros(1, 4, 2, 3)},
+        {"label": torch.zeros(1, 4, dtype=torch.long), "pmf": torch.zeros(1, 4, 2)},
+        {"label": torch.zeros(1, 4, dtype=torch.long), "pmf": torch.zeros(1, 4, 3).double()},
+    ],
+    ids=["dimensions", "classes", "dtype"],
+)
+def test_what_cannot_be_padded_is_refused_and_leaves_no_file(tmp_path: Path, later: dict[str, torch.Tensor]) -> None:
+    first = {"label": torch.zeros(2, 5, dtype=torch.long), "pmf": torch.zeros(2, 5, 3)}
+    with pytest.raises(DataError, match="expected only other numbers of positions"):
+        write(tmp_path / "a.npz", [first, later], of_positions=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_columns_without_positions_have_one_shape_in_an_npz(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected the same for all"):
+        write(tmp_path / "a.npz", [{"label": torch.zeros(2, 5)}, {"label": torch.zeros(2, 4)}], of_positions=False)
+    assert not list(tmp_path.iterdir())

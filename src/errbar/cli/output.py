@@ -1,7 +1,7 @@
 """Results of any number of inputs, written as they come: .jsonl, .csv, .parquet or .npz, by the name of the file.
 
-Columns have one entry for each input: numbers or texts (lists), or tensors (B,), (B, M), (B, M, M). The file takes its
-name when all of it is there (`_base.atomic`).
+Columns have one entry for each input: numbers or texts (lists), or tensors (B,), (B, M), (B, M, M); of positions
+(B, *S), (B, *S, M), (B, *S, M, M). The file takes its name when all of it is there (`_base.atomic`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import shutil
 import tempfile
 import zipfile
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from errbar._base.atomic import replacing, require_writable_folder
 from errbar.cli.extras import extra
-from errbar.errors import ArgumentError, FileError
+from errbar.errors import ArgumentError, DataError, FileError
 
 Columns = Mapping[str, Tensor | Sequence[Any]]
 
@@ -53,11 +54,14 @@ def require_format(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, classes: Sequence[str] | None) -> Iterator[Writer]:
-    """A writer for a file that appears, whole, when the block ends without an error."""
+def writing(path: Path, classes: Sequence[str] | None, *, of_positions: bool = False) -> Iterator[Writer]:
+    """A writer for a file that appears, whole, when the block ends without an error.
+
+    `of_positions` says that the dimensions of `label` after the first are those of the positions of an input.
+    """
     require_format(path)
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as stream, ExitStack() as stack:
-        writer = _WRITERS[path.suffix.lower()](stream, classes, path.parent, stack)
+        writer = _WRITERS[path.suffix.lower()](stream, classes, path.parent, stack, of_positions)
         yield writer
         writer.finish()
 
@@ -141,46 +145,98 @@ class _Npz:
     """One array for each column, with `classes` beside them where they have names.
 
     An array begins with its shape, which is known at the end only. So columns wait in unnamed files beside the target,
-    and not in memory.
+    and not in memory. Where inputs have different numbers of positions, each is padded to the largest at the end of
+    each dimension, and `positions` has the size of each.
     """
 
-    def __init__(self, stream: IO[bytes], classes: Sequence[str] | None, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, stream: IO[bytes], classes: Sequence[str] | None, folder: Path, stack: ExitStack, of_positions: bool
+    ) -> None:
         self.stream, self.classes, self.folder, self.stack = stream, classes, folder, stack
+        self.of_positions = of_positions
         self.waiting: dict[str, IO[bytes]] = {}
-        self.kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-        self.rows = 0
+        self.kinds: dict[str, np.dtype[Any]] = {}
+        # The shape of one input by column, for as many inputs in a row as have it.
+        self.runs: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+        # Dimensions of the positions of an input.
+        self.dimensions = 0
 
     def add(self, columns: Columns) -> None:
+        if self.of_positions:
+            self.dimensions = self.dimensions or np.ndim(columns["label"]) - 1
         for name, values in columns.items():
+            array = values.detach().cpu().contiguous().numpy() if isinstance(values, Tensor) else np.array(values)
             if name not in self.waiting:
                 file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - the stack closes it
                 self.waiting[name] = self.stack.enter_context(file)
-            array = values.detach().cpu().contiguous().numpy() if isinstance(values, Tensor) else np.array(values)
+                self.kinds[name], self.runs[name] = array.dtype, []
+            self._require_alike(name, array)
+            runs, shape = self.runs[name], array.shape[1:]
+            if runs and runs[-1][1] == shape:
+                runs[-1] = (runs[-1][0] + len(array), shape)
+            else:
+                runs.append((len(array), shape))
             if array.dtype.kind == "U":
                 # Texts get the width of the longest, which is known at the end; until then they are lines.
-                longest = max(array.dtype.itemsize // 4, self.kinds[name][0].itemsize // 4 if self.rows else 1)
-                self.kinds[name] = (np.dtype(f"<U{longest}"), ())
+                self.kinds[name] = max(array.dtype, self.kinds[name], key=lambda kind: kind.itemsize)
                 self.waiting[name].write("".join(f"{json.dumps(str(text))}\n" for text in array).encode())
             else:
-                self.kinds[name] = (array.dtype, array.shape[1:])
                 self.waiting[name].write(array.tobytes())
-        self.rows += len(next(iter(columns.values())))
 
     def finish(self) -> None:
         with zipfile.ZipFile(self.stream, "w") as archive:
             for name, waiting in self.waiting.items():
-                kind, shape = self.kinds[name]
+                kind, runs = self.kinds[name], self.runs[name]
+                largest = tuple(max(sizes) for sizes in zip(*(shape for _, shape in runs), strict=True))
                 waiting.seek(0)
-                with _member(archive, name, kind, (self.rows, *shape)) as member:
+                with _member(archive, name, kind, (sum(count for count, _ in runs), *largest)) as member:
                     if kind.kind == "U":
                         for line in waiting:
                             member.write(np.array(json.loads(line), dtype=kind).tobytes())
-                    else:
+                    elif len(runs) == 1:
                         shutil.copyfileobj(waiting, member, 2**20)
+                    else:
+                        _copy_padded(waiting, member, kind, runs, largest)
+            sizes = self.runs.get("label", [])
+            if len(sizes) > 1:
+                self._write(archive, "positions", np.repeat([s for _, s in sizes], [count for count, _ in sizes], 0))
             if self.classes is not None:
-                names = np.array(self.classes)
-                with _member(archive, "classes", names.dtype, names.shape) as member:
-                    member.write(names.tobytes())
+                self._write(archive, "classes", np.array(self.classes))
+
+    def _write(self, archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+        with _member(archive, name, array.dtype, array.shape) as member:
+            member.write(array.tobytes())
+
+    def _require_alike(self, name: str, array: np.ndarray) -> None:
+        """Refuse a batch that cannot be one array with those before it: only numbers of positions may differ."""
+        before, kind = self.runs[name][:1], self.kinds[name]
+        own, other = (array.dtype, array.shape[1:]), (kind, before[0][1] if before else array.shape[1:])
+        is_text = own[0].kind == other[0].kind == "U"
+        free = self.dimensions if array.ndim > 1 else 0
+        same = len(own[1]) == len(other[1]) and own[1][free:] == other[1][free:]
+        can_be_padded = own[1] == other[1] or own[0].kind in "fi"
+        if not ((own[0] == other[0] or is_text) and same and can_be_padded):
+            what = "only other numbers of positions" if self.of_positions else "the same for all"
+            raise DataError(
+                f"The column {name!r} has {own[0]} of shape {own[1]} for each input of a batch, and {other[0]} of "
+                f"shape {other[1]} for those before it; expected {what}. Write them to files of their own."
+            )
+
+
+def _copy_padded(
+    waiting: IO[bytes],
+    member: IO[bytes],
+    kind: np.dtype[Any],
+    runs: Sequence[tuple[int, tuple[int, ...]]],
+    largest: tuple[int, ...],
+) -> None:
+    """Copy inputs one by one, each padded at the end of its dimensions: with NaN, or −1 where numbers are whole."""
+    for count, shape in runs:
+        size = kind.itemsize * math.prod(shape)
+        for _ in range(count):
+            padded = np.full(largest, np.nan if kind.kind == "f" else -1, kind)
+            padded[tuple(map(slice, shape))] = np.frombuffer(waiting.read(size), kind).reshape(shape)
+            member.write(padded.tobytes())
 
 
 @contextmanager

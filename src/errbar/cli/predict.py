@@ -38,7 +38,7 @@ def predict(
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
-    from errbar.cli.predictions import PredictionColumns, require_arrays, thresholds_of, written
+    from errbar.cli.predictions import PredictionColumns, is_of_positions, require_arrays, thresholds_of, written
     from errbar.cli.session import session
 
     with session("predict", as_json=as_json, progress=progress, device=device, ranks=True) as here:
@@ -64,8 +64,13 @@ def predict(
                 names = None if placed.first is None else source.names(placed.first, len(prediction))
                 yield placed.place, columns.of(prediction, names)
 
+        positions = is_of_positions(loaded.classifier)
         facts = used_in_order(
-            lambda rows: written(output, rows, source, loaded.classes), results(), share, here.team, output.parent
+            lambda rows: written(output, rows, source, loaded.classes, of_positions=positions),
+            results(),
+            share,
+            here.team,
+            output.parent,
         )
         if facts is not None:
             notice_if_uncalibrated(here, loaded.classifier)

@@ -74,10 +74,17 @@ def write_predictions(
     here.answer(facts)
 
 
-def written(output: Path, rows: Iterator[Columns], source: Source, classes: tuple[str, ...] | None) -> dict[str, Any]:
+def written(
+    output: Path,
+    rows: Iterator[Columns],
+    source: Source,
+    classes: tuple[str, ...] | None,
+    *,
+    of_positions: bool = False,
+) -> dict[str, Any]:
     """Write the columns of one batch after the other; what to say about them."""
     count, confidence, information = 0, 0.0, 0.0
-    with writing(output, classes) as writer:
+    with writing(output, classes, of_positions=of_positions) as writer:
         for columns in rows:
             size = len(columns["label"])
             # Inputs are named here where the rank that read them could not know how many came before.
@@ -98,12 +105,16 @@ def written(output: Path, rows: Iterator[Columns], source: Source, classes: tupl
 
 def require_arrays(classifier: errbar.Posterior | errbar.FusedClassifier, output: Path) -> None:
     """Refuse to write positions of an input into a file that has rows."""
-    is_of_positions = isinstance(classifier, errbar.Posterior) and classifier.information.outputs == "positions"
-    if is_of_positions and output.suffix.lower() != ".npz":
+    if is_of_positions(classifier) and output.suffix.lower() != ".npz":
         raise ArgumentError(
             f"The output {output} has a row for each input, and this posterior was fitted with "
             "outputs='positions', with a PMF for every position of an input; expected an .npz file."
         )
+
+
+def is_of_positions(classifier: errbar.Posterior | errbar.FusedClassifier) -> bool:
+    """Whether each input has many positions with a PMF each."""
+    return isinstance(classifier, errbar.Posterior) and classifier.information.outputs == "positions"
 
 
 def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:
