@@ -9,11 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import errbar
 from data import draw
 from errbar._deciding import acquire as module
+from errbar.errors import DataError
 from networks import mlp, seeded
 
 POOL, CHOSEN = 60, 8
@@ -143,8 +155,52 @@ def test_all_of_the_pool_and_every_form_of_data() -> None:
         yield from pool.split(1)
 
     shuffled = DataLoader(data, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(3))
-    for form in (data, DataLoader(data, batch_size=5), shuffled, one_by_one()):
+    batched = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, drop_last=False))
+    one_at_a_time = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 1, drop_last=False))
+    subset = DataLoader(Subset(data, range(12)), batch_size=5, shuffle=True)
+    for form in (data, DataLoader(data, batch_size=5), shuffled, batched, one_at_a_time, subset, one_by_one()):
         assert errbar.acquire(posterior, form, 12).tolist() == expected
+
+
+class _ByLength(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([3, 1], [0, 2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": WeightedRandomSampler([1.0] * 12, 12)},
+        {"sampler": RandomSampler(range(12), num_samples=6)},
+        {"sampler": RandomSampler(range(12), replacement=True)},
+        {"sampler": RandomSampler(range(6))},
+        {"batch_sampler": BatchSampler(WeightedRandomSampler([1.0] * 12, 12), 3, drop_last=False)},
+        {"batch_sampler": _ByLength()},
+    ],
+)
+@pytest.mark.parametrize("by", ["information", "random"])
+def test_an_order_that_is_not_that_of_the_data_is_refused(options: dict[str, Any], by: str) -> None:
+    posterior, data = _fitted(mlp, 5, last_layers=1), TensorDataset(draw(12, 5))
+    with pytest.raises(DataError, match="Pass the data set itself, or torch"):
+        errbar.acquire(posterior, DataLoader(data, **options), 3, by=by)
+
+
+def test_a_random_subset_is_to_be_passed_as_a_data_set() -> None:
+    posterior, data = _fitted(mlp, 5, last_layers=1), TensorDataset(draw(12, 5))
+    with pytest.raises(
+        DataError, match=r"SubsetRandomSampler.*Pass torch.utils.data.Subset\(dataset, indices\) instead"
+    ):
+        errbar.acquire(posterior, DataLoader(data, sampler=SubsetRandomSampler(range(3, 9))), 3)
+
+
+def test_a_stream_in_a_loader_is_read_in_its_own_order() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from pool
+
+    posterior, pool = _fitted(mlp, 5, last_layers=1), 2 * draw(12, 5, seed=7)
+    expected = errbar.acquire(posterior, [pool], 5).tolist()
+    assert errbar.acquire(posterior, DataLoader(Stream(), batch_size=5), 5).tolist() == expected
 
 
 def test_sequences_that_are_padded_differently() -> None:

@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SubsetRandomSampler
 
 from errbar._base.checks import require_option, whole_number
 from errbar._base.progress import track
 from errbar._deciding.conditioned import Conditioned
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import require_samples, require_seed
-from errbar._model.batch import Batch, Unpack, batches, count_batches, in_order, joined, leaves
+from errbar._model.batch import Batch, Unpack, batches, count_batches, in_order, joined, leaves, other_sampler
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import affordable_draws
 from errbar.errors import ArgumentError, DataError
@@ -47,6 +47,7 @@ def acquire(
         posterior: what is known so far.
         pool: inputs as a Dataset, a DataLoader or an iterable of batches; labels in it are ignored. It is read more
             than once: an iterator is held in memory, and a shuffled DataLoader is read in the order of its data set.
+            One with a sampler of another kind is refused: pass a `torch.utils.data.Subset` of the data set.
         k: how many.
         by: "information" chooses one after the other the input whose label tells most about the parameters,
             ½ ln det(I + Λ^½ J P Jᵀ Λ^½), with P conditioned on those chosen before (`_deciding.conditioned`), so that
@@ -72,6 +73,7 @@ def acquire(
         raise ArgumentError(f"k is {k!r}; expected a whole number of one or more, of inputs to label.")
     draws, seed = affordable_draws(posterior.information.n_classes, require_samples(samples)), require_seed(seed)
     own_unpack = unpack or posterior.unpack
+    _require_order(pool)
     size = _known_size(pool)
     if size is not None:
         _require_enough(count, size)
@@ -91,6 +93,20 @@ def acquire(
     whole = torch.cat(scores) if scores else torch.empty(0)
     _require_enough(count, len(whole))
     return whole.argsort(descending=True, stable=True)[:count]
+
+
+def _require_order(pool: Any) -> None:
+    """Refuse a loader whose samples come in an order of which indices would say nothing."""
+    sampler = other_sampler(pool)
+    if sampler is not None:
+        subset = "torch.utils.data.Subset(dataset, indices)"
+        advice = (
+            f"{subset} instead" if isinstance(sampler, SubsetRandomSampler) else f"the data set itself, or {subset}"
+        )
+        raise DataError(
+            f"The pool is a DataLoader with a {type(sampler).__name__}; expected one that reads its data set in order "
+            f"or shuffles all of it, because the choice is by the indices of the samples. Pass {advice}."
+        )
 
 
 def _known_size(pool: Any) -> int | None:
