@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import errbar
 from command_line import CLASSES, Workspace, run, said
 from errbar.cli.images import ImageRows
 from errbar.cli.rows import ArrayRows
+from processes import environment
 
 FLOAT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -494,6 +497,21 @@ def test_a_parquet_file_has_inputs_as_lists_and_names(files: Workspace, tmp_path
     said(*command, "-o", str(output), "--batch-size", "8")
     assert np.load(output)["input"].tolist() == names
     assert_equal(np.load(output)["pmf"], library(files).predict(files.test[0]).pmf)
+
+
+@pytest.mark.parametrize("size", [-1, 4], ids=["lists", "lists of a fixed size"])
+def test_lists_of_a_parquet_file_are_read_in_a_fresh_process(size: int, files: Workspace, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    x = arrow.array(files.test[0].tolist(), arrow.list_(arrow.float64(), size))
+    source, output = tmp_path / "in.parquet", tmp_path / "out.npz"
+    parquet.write_table(arrow.table({"x": x}), source)
+    words = ["acquire", "posterior.safetensors", str(source), "--model", "tiny_net:trained", "--count", "3"]
+    command = [sys.executable, "-m", "errbar", *words, "-o", str(output)]
+    subprocess.run(command, env=environment(), capture_output=True, timeout=120, check=True)
+    expected = errbar.acquire(library(files), [files.test[0]], 3)
+    assert np.load(output)["index"].tolist() == expected.tolist()
+    said("predict", *words[1:5], "-o", str(tmp_path / "predicted.npz"))
+    assert_equal(np.load(tmp_path / "predicted.npz")["pmf"], library(files).predict(files.test[0]).pmf)
 
 
 def test_arrays_stay_on_the_disk(workspace: Workspace) -> None:

@@ -215,6 +215,8 @@ class ParquetRows(Rows):
     ) -> None:
         parquet = extra("pyarrow.parquet", f"Reading {path}", "pyarrow", "parquet")
         self.arrow = extra("pyarrow", f"Reading {path}", "pyarrow", "parquet")
+        # Not an attribute of pyarrow before it is imported, which nothing else may have done.
+        self.compute = extra("pyarrow.compute", f"Reading {path}", "pyarrow", "parquet")
         try:
             self.file = parquet.ParquetFile(path)
         except (self.arrow.ArrowException, OSError) as error:
@@ -283,7 +285,7 @@ class ParquetRows(Rows):
         column, shape = table[name].combine_chunks(), [len(table)]
         kinds = self.arrow.types
         while kinds.is_list(column.type) or kinds.is_large_list(column.type) or kinds.is_fixed_size_list(column.type):
-            lengths = self.arrow.compute.list_value_length(column).unique()
+            lengths = self.compute.list_value_length(column).unique()
             if len(lengths) != 1 or lengths[0].as_py() is None:
                 raise DataError(f"{self.path} has lists of different lengths in {name!r}; expected one length.")
             shape.append(lengths[0].as_py())
