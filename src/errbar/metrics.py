@@ -177,9 +177,14 @@ def label_accuracy(probability: Any, labels: Any) -> float:
 
 
 def label_nll(probability: Any, labels: Any) -> float:
-    """−(1/G) Σ ln Pr{y_nl}, the mean over the G labels that are given, f_nl of true ones and 1 − f_nl of others."""
+    """−(1/G) Σ ln Pr{y_nl}, the mean over the G labels that are given, f_nl of true ones and 1 − f_nl of others.
+
+    Given a prediction, 1 − f_nl is its `complement`, which is not rounded to zero where f_nl is rounded to one.
+    """
     f, truth = _checked_of_labels(probability, labels)
-    return -float(torch.where(truth == 1, f, 1 - f)[truth >= 0].log().mean())
+    complement = getattr(probability, "complement", None)
+    others = _numbers(complement) if isinstance(complement, Tensor) else 1 - f
+    return -float(torch.where(truth == 1, f, others)[truth >= 0].log().mean())
 
 
 def label_brier(probability: Any, labels: Any) -> float:

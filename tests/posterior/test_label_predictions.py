@@ -234,6 +234,61 @@ def test_a_label_without_enough_of_both_keeps_the_common_calibration() -> None:
     assert each.label_factors[2] == (1.0, 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:Label .. The best:errbar.CalibrationWarning")
+def test_what_is_not_fitted_by_label_keeps_its_value() -> None:
+    """T of each label, then T_c of each label: neither step undoes the other, and no label ends worse."""
+    posterior, x, y = miscalibrated()
+    data_ = [(x, y)]
+    first = errbar.calibrate(posterior, data_, per_label=True, samples=50, fit="temperature")
+    second = errbar.calibrate(first, data_, per_label=True, samples=50, fit="covariance_scale")
+    assert second.label_temperatures == pytest.approx(first.label_temperatures, rel=1e-12)
+    assert len(set(second.label_covariance_scales)) == COUNT
+    third = errbar.calibrate(second, data_, per_label=True, samples=50, fit="temperature")
+    assert third.label_covariance_scales == pytest.approx(second.label_covariance_scales, rel=1e-12)
+    losses = [errbar.metrics.label_nll(one.predict(x, 50), y) for one in (first, second, third)]
+    assert losses[2] <= losses[1] + 1e-6
+    assert losses[1] <= losses[0] + 1e-6
+    # A label without enough of both is left as it is.
+    few = y.clone()
+    few[9:, 2] = 0
+    with pytest.warns(errbar.CalibrationWarning, match="they keep their T and T_c"):
+        fourth = errbar.calibrate(third, [(x, few)], per_label=True, samples=50)
+    assert fourth.label_temperatures[2] == pytest.approx(third.label_temperatures[2], rel=1e-12)
+    with pytest.raises(ArgumentError, match="fit names temperature alone, and this posterior has a T"):
+        errbar.calibrate(third, data_, samples=50, fit="temperature")
+    assert errbar.calibrate(third, data_, samples=50).label_factors is None
+
+
+def test_the_text_of_a_posterior_shows_the_temperatures_in_use() -> None:
+    posterior, x, y = miscalibrated()
+    each = errbar.calibrate(posterior, [(x, y)], per_label=True, samples=50)
+    low, high = min(each.label_temperatures), max(each.label_temperatures)
+    assert f"T {low:.2g} to {high:.2g}, T_c" in repr(each)
+    assert repr(each).endswith("by label")
+
+
+@pytest.mark.parametrize("by", ["gaussian", "parameters"])
+def test_a_sure_mistake_has_a_finite_loss_in_float32(by: str) -> None:
+    """A float32 σ(g) is 1 above a logit of 17; the probability that the label is false still has its digits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, COUNT))
+    x, y = torch.randn(50, 4), torch.zeros(50, COUNT, dtype=torch.long)
+    posterior = errbar.fit(model, [(x, y)], last_layers=1, outputs="labels", prior=errbar.Prior(100.0))
+    with torch.no_grad():
+        far = 60 * model[0].weight.sum(0, keepdim=True).repeat(5, 1)
+    wrong = (model(far) < 0).long()
+    if by == "gaussian":
+        prediction = posterior.with_calibration(covariance_scale=0.0).predict(far, 10)
+        logits = model(far).detach().double()
+        truth = float(torch.nn.functional.binary_cross_entropy_with_logits(logits, wrong.double()))
+        assert bool(((prediction.pmf == 1) & (wrong == 0)).any())
+        assert errbar.metrics.label_nll(prediction, wrong) == pytest.approx(truth, rel=1e-5)
+    else:
+        prediction = posterior.predict_by_parameters(far, 20)
+    assert isinstance(prediction, errbar.LabelPrediction)
+    torch.testing.assert_close(prediction.complement, 1 - prediction.pmf, rtol=0, atol=1e-6)
+
+
 def test_the_prior_is_chosen_by_the_labels_that_are_given() -> None:
     posterior, x, y = miscalibrated()
     y[200:] = -1

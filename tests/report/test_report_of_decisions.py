@@ -46,6 +46,7 @@ def test_labels_are_scored_one_by_one() -> None:
     assert final.ece.value == pytest.approx(metrics.ece(pmf, y[given]), rel=1e-4)
     assert made.variants[0].nll.value == pytest.approx(metrics.label_nll(posterior.model(x).detach().sigmoid(), y))
     assert final.nll.low < final.nll.value < final.nll.high
+    assert final.brier.value == pytest.approx(metrics.label_brier(prediction, y), rel=1e-5)
     assert math.isnan(final.ece.low)
     assert [row.given for row in made.label_rows] == given.sum(0).tolist()
     assert [row.auroc for row in made.label_rows] == pytest.approx(metrics.label_auroc(prediction, y))
@@ -61,6 +62,19 @@ def test_labels_are_scored_one_by_one() -> None:
     assert "which depend on each other" in page
     assert "NaN" not in page
     assert ">nan" not in page
+
+
+def test_a_sure_mistake_about_a_label_has_a_finite_loss() -> None:
+    """σ(g) of these logits is 1 in float32, of the network alone too."""
+    posterior, x = tagger().with_calibration(covariance_scale=0.0), 20 * torch.ones(30, 4)
+    y = torch.zeros(30, 3, dtype=torch.long)
+    made = report.assess(posterior, [(x, y)], classes=NAMES, samples=20)
+    logits = posterior.model(x).detach().double()
+    for variant, temperature in zip(made.variants, (1.0, 1.0, 1.7), strict=True):
+        truth = float(torch.nn.functional.softplus(logits / temperature).mean())
+        if variant is not made.variants[1]:
+            assert variant.nll.value == pytest.approx(truth, rel=1e-5)
+    assert all(math.isfinite(row.nll) for row in made.label_rows)
 
 
 def test_positions_with_a_label_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from errbar._base.checks import require_option
@@ -71,7 +72,8 @@ def calibrate(
         objective: "nll", "brier" or "ece".
         fit: which of "temperature", "covariance_scale" and "softening" to fit.
         per_label: T and T_c of each of several labels (`outputs="labels"`), in place of those of all together. A label
-            of which fewer than 10 held-out inputs are true, or fewer than 10 false, keeps those of all.
+            of which fewer than 10 held-out inputs are true, or fewer than 10 false, keeps its own, or takes those of
+            all. Without `per_label`, those of all take the place of those of each label.
         samples: Monte Carlo draws for the PMF; with M > 100 classes at most 100,000/M, or 100 where that is more. They
             are held in memory where that is quicker: up to 100,000 numbers for each input, or 100 M.
         seed: for these draws.
@@ -100,7 +102,8 @@ def calibrate(
             common, messages = fitted(held_out, start)
             if not per_label:
                 return common, None, messages
-            return common, *_of_each_label(held_out, common, posterior.information.n_classes, fitted, messages)
+            starts = _starts_of_labels(posterior, common)
+            return common, *_of_each_label(held_out, common, starts, fitted, messages)
 
     best, factors, messages = team.broadcast(team.together(search))
     for text in messages:
@@ -111,25 +114,38 @@ def calibrate(
     return calibrated.with_label_factors(factors)
 
 
+def _starts_of_labels(posterior: Posterior, common: Calibration) -> list[Calibration]:
+    """Where the search of each label begins: its own T and T_c where it has some, else those of all.
+
+    What is not fitted stays what it was, and no label ends worse than it was.
+    """
+    if posterior.label_factors is None:
+        return [common] * posterior.information.n_classes
+    pairs = zip(posterior.label_temperatures, posterior.label_covariance_scales, strict=True)
+    return [replace(common, temperature=T, covariance_scale=scale) for T, scale in pairs]
+
+
 def _of_each_label(
-    held_out: HeldOut, common: Calibration, count: int, fitted: Fit, messages: list[str]
+    held_out: HeldOut, common: Calibration, starts: Sequence[Calibration], fitted: Fit, messages: list[str]
 ) -> tuple[LabelFactors, list[str]]:
     """What T and T_c of each label are times those of all, and what there is to tell."""
     factors, few = [], []
-    for label in range(count):
+    told: list[str]
+    for label, start in enumerate(starts):
         part = held_out.of_label(label)
         if min(int((part.labels == truth).sum()) for truth in (0, 1)) < _FEWEST:
-            factors.append((1.0, 1.0))
             few.append(label)
-            continue
-        own, told = fitted(part, common)
+            own, told = start, []
+        else:
+            own, told = fitted(part, start)
         messages += [f"Label {label}: {text}" for text in told]
         scale = own.covariance_scale / common.covariance_scale if common.covariance_scale > 0 else 1.0
         factors.append((own.temperature / common.temperature, scale))
     if few:
         messages.append(
             f"Labels {', '.join(map(str, few[:10]))}{' and others' if len(few) > 10 else ''} have fewer than {_FEWEST} "
-            "held-out inputs that are true or that are false; they keep the T and T_c of all labels. Give more of them."
+            "held-out inputs that are true or that are false; they keep their T and T_c, or take those of all labels. "
+            "Give more of them."
         )
     return tuple(factors), messages
 
@@ -148,6 +164,11 @@ def _require_question(posterior: object, objective: object, fit: object, per_lab
         raise ArgumentError(
             f"per_label is for several labels, and this posterior was fitted with outputs="
             f"'{posterior.information.outputs}'; expected one of outputs='labels', or leave per_label out."
+        )
+    if posterior.label_factors is not None and not per_label and not set(TWO) <= set(names):
+        raise ArgumentError(
+            f"fit names {', '.join(names)} alone, and this posterior has a T and T_c for each label; expected "
+            "per_label=True, which keeps what is not fitted, or 'temperature' and 'covariance_scale', to replace both."
         )
     if per_label and "softening" in names:
         raise ArgumentError(

@@ -14,6 +14,8 @@ from torch import Tensor
 from errbar._base.execution import graph_execution, plain_execution
 from errbar._base.quantiles import quantiles
 from errbar._distributions.sampling import (
+    GaussianSampler,
+    GivenSampler,
     Replicable,
     Sampler,
     blocks,
@@ -202,6 +204,13 @@ class LabelPrediction(Prediction):
 
     def _repr_html_(self) -> str:
         return plain_html(text_of_labels(self))
+
+    @cached_property
+    def complement(self) -> Float[Tensor, "B L"]:
+        """The probability that each label is false, (1/K) Σ_k σ(−g_l⁽ᵏ⁾): in float32 `pmf` is 1 above a logit of 17."""
+        sampler = self.sampler
+        assert isinstance(sampler, (GaussianSampler, GivenSampler))
+        return mean_over_draws(sampler.complement())
 
     @cached_property
     def label(self) -> Int[Tensor, "B L"]:

@@ -236,6 +236,10 @@ class GaussianSampler:
     def chosen(self, rows: slice | Tensor) -> GaussianSampler:
         return replace(self, mean=self.mean[rows], root=replace(self.root, values=self.root.values[rows]))
 
+    def complement(self) -> GaussianSampler:
+        """Of several labels, samples of 1 − f with digits of their own: σ(−g), where 1 − σ(g) would be rounded."""
+        return replace(self, mean=-self.mean, root=replace(self.root, values=-self.root.values))
+
     def replicates(self, count: int) -> Iterator[GaussianSampler]:
         """The same with other draws, which follow from the seed."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -284,6 +288,10 @@ class GivenSampler:
 
     def chosen(self, rows: slice | Tensor) -> GivenSampler:
         return GivenSampler(self.values[rows], self.kind)
+
+    def complement(self) -> GivenSampler:
+        """Of several labels, 1 − f."""
+        return GivenSampler(1 - self.values, self.kind)
 
 
 def _mean_with_graph(values: Float[Tensor, "b M K"]) -> Float[Tensor, "b M"]:

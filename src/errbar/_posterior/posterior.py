@@ -140,10 +140,12 @@ class Posterior:
         precision = self.prior.precision
         prior = f"{precision:.3g}" if isinstance(precision, float) else f"of {len(precision)} numbers"
         softening = f", c {self.softening:.2g}" * bool(self.softening)
-        return (
-            f"Posterior: {self.information.described()}, prior {prior}, "
-            f"T {self.temperature:.2g}, T_c {self.covariance_scale:.2g}{softening}"
-        )
+        scales = f"T {self.temperature:.2g}, T_c {self.covariance_scale:.2g}{softening}"
+        if self.label_factors is not None:
+            by_label = {"T": self.label_temperatures, "T_c": self.label_covariance_scales}
+            spans = (f"{name} {min(values):.2g} to {max(values):.2g}" for name, values in by_label.items())
+            scales = f"{', '.join(spans)} by label"
+        return f"Posterior: {self.information.described()}, prior {prior}, {scales}"
 
     def covariance(self) -> Float[Tensor, "n n"]:
         """P in float64, without calibration."""
@@ -464,7 +466,11 @@ class Posterior:
         covariance_scale: float | None = None,
         softening: float | None = None,
     ) -> Posterior:
-        """The same posterior with T, T_c or c replaced. T_c = 0 with c = 0 is plain temperature scaling."""
+        """The same posterior with T, T_c or c replaced. T_c = 0 with c = 0 is plain temperature scaling.
+
+        Where each of several labels has a T and T_c of its own, these are `label_factors` times T and T_c, so all
+        change in proportion; `with_label_factors(None)` leaves T and T_c alone.
+        """
         return self._with(
             Calibration(
                 self.temperature if temperature is None else temperature,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,22 @@ from errbar.cli.session import Session, table
 from errbar.errors import DataError
 
 
+@dataclass(frozen=True, eq=False)
+class _Probabilities:
+    """That labels are true and that they are false, each with digits of its own, as a prediction has them."""
+
+    pmf: Tensor
+    complement: Tensor
+
+    @staticmethod
+    def joined(parts: Sequence[_Probabilities]) -> _Probabilities:
+        return _Probabilities(torch.cat([part.pmf for part in parts]), torch.cat([part.complement for part in parts]))
+
+    def nll(self, labels: Tensor) -> float:
+        """As `metrics.label_nll` of a prediction."""
+        return -float(torch.where(labels == 1, self.pmf, self.complement)[labels >= 0].log().mean())
+
+
 def evaluate_labels(
     here: Session,
     posterior: errbar.Posterior,
@@ -35,8 +53,8 @@ def evaluate_labels(
     here.require_one_process("evaluate of several labels")
     network, calibrated, labels = _read(here, posterior, source, samples, seed)
     variants = {"network": network, "posterior": calibrated}
-    scores = {name: _scores(probability, labels) for name, probability in variants.items()}
-    each = _by_label(calibrated, labels, bins)
+    scores = {name: _scores(one, labels) for name, one in variants.items()}
+    each = _by_label(calibrated.pmf, labels, bins)
     titles = names or tuple(str(number) for number in range(labels.shape[1]))
     facts: dict[str, Any] = {
         "inputs": len(labels),
@@ -59,16 +77,20 @@ def evaluate_labels(
 
 def _read(
     here: Session, posterior: errbar.Posterior, source: Source, samples: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[_Probabilities, _Probabilities, Tensor]:
     """σ(g), the probabilities of the posterior and the labels, of all inputs."""
     network = posterior.information.network
-    plain, calibrated, labels = [], [], []
+    plain: list[_Probabilities] = []
+    calibrated: list[_Probabilities] = []
+    labels: list[Tensor] = []
     loader = source.loader()
     for batch in track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress):
         gaussian = posterior.sampling_logits(batch, samples, seed)
-        calibrated.append(gaussian.predict(samples, seed).pmf.double().cpu())
-        logits = network.logits(posterior.prepared(batch)).detach().cpu()
-        plain.append(torch.sigmoid(logits.double()))
+        prediction = gaussian.predict(samples, seed)
+        assert isinstance(prediction, errbar.LabelPrediction)
+        calibrated.append(_Probabilities(prediction.pmf.double().cpu(), prediction.complement.double().cpu()))
+        logits = network.logits(posterior.prepared(batch)).detach().double().cpu()
+        plain.append(_Probabilities(torch.sigmoid(logits), torch.sigmoid(-logits)))
         size, columns = logits.shape
         own = LABELS.labels_of(
             batch.labels, size=size, columns=columns, device=logits.device, checks=Checks(here.device)
@@ -76,15 +98,15 @@ def _read(
         labels.append(own)
     if not labels:
         raise DataError(f"The data {source.where} are empty: expected at least one batch.")
-    return torch.cat(plain), torch.cat(calibrated), torch.cat(labels)
+    return _Probabilities.joined(plain), _Probabilities.joined(calibrated), torch.cat(labels)
 
 
-def _scores(probability: Tensor, labels: Tensor) -> dict[str, float]:
+def _scores(probability: _Probabilities, labels: Tensor) -> dict[str, float]:
     return {
-        "accuracy": metrics.label_accuracy(probability, labels),
-        "nll": metrics.label_nll(probability, labels),
-        "brier": metrics.label_brier(probability, labels),
-        "map": metrics.label_map(probability, labels) if bool((labels == 1).any()) else math.nan,
+        "accuracy": metrics.label_accuracy(probability.pmf, labels),
+        "nll": probability.nll(labels),
+        "brier": metrics.label_brier(probability.pmf, labels),
+        "map": metrics.label_map(probability.pmf, labels) if bool((labels == 1).any()) else math.nan,
     }
 
 

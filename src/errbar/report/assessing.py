@@ -167,7 +167,7 @@ def _of_decisions(
         others = scores_of(posterior, outliers, samples, seed)
         comparison = checking.compare_outliers(outliers_name, found.scores, others)
     observation = found.observation
-    variants = scoring.variants(observation, bins, seed)
+    variants = scoring.variants(observation, bins, seed, are_labels=is_of_labels)
     effect = scoring.scale_effect(observation, found.logits, found.std, seed)
     noun = "labels" if is_of_labels else "positions"
     decisions = f"{count(len(observation.labels))} {noun} of {count(found.inputs)} inputs"

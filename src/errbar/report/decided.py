@@ -7,7 +7,7 @@ in place of inputs; but decisions of one input depend on each other, so interval
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from errbar import metrics
-from errbar._distributions.prediction import Prediction
+from errbar._distributions.prediction import LabelPrediction, Prediction
 from errbar._model.batch import Batch
 from errbar._model.outputs import LABELS
 from errbar._posterior.positions import counted_positions
@@ -116,7 +116,8 @@ def label_rows(found: Decided, names: Sequence[str], bins: int) -> tuple[LabelRo
     rows = []
     for number, name in enumerate(names):
         own = found.place == number
-        f, truth = found.observation.final[own, 1:].double(), found.observation.labels[own, None]
+        pmf, truth = found.observation.final[own].double(), found.observation.labels[own, None]
+        f, scored = pmf[:, 1:], pmf.gather(1, truth)
         rows.append(
             LabelRow(
                 name=name,
@@ -124,7 +125,7 @@ def label_rows(found: Decided, names: Sequence[str], bins: int) -> tuple[LabelRo
                 true=float(truth.double().mean()) if len(truth) else math.nan,
                 probability=float(f.mean()) if len(truth) else math.nan,
                 std=float(found.std[own].mean()) if len(truth) else math.nan,
-                nll=metrics.label_nll(f, truth) if len(truth) else math.nan,
+                nll=-float(scored.log().mean()) if len(truth) else math.nan,
                 ece=metrics.label_ece(f, truth, bins)[0] if len(truth) else math.nan,
                 auroc=metrics.label_auroc(f, truth)[0] if len(truth) else math.nan,
                 precision=metrics.label_average_precision(f, truth)[0] if len(truth) else math.nan,
@@ -147,19 +148,24 @@ def _of_batch(
         name: one.predict(batch, 1 if name == NETWORK else samples, seed) for name, one in _variants(posterior).items()
     }
     final = [*predictions.values()][-1]
-    pmfs = {name: prediction.pmf.cpu() for name, prediction in predictions.items()}
     of_batch = _labels if posterior.information.task.positions is None else _positions
-    return of_batch(posterior, batch, pmfs, final), _scores(posterior, batch, predictions[NETWORK], final)
+    return of_batch(posterior, batch, predictions), _scores(posterior, batch, predictions[NETWORK], final)
 
 
-def _labels(posterior: Posterior, batch: Batch, pmfs: dict[str, Tensor], final: Prediction) -> _Part:
+def _labels(posterior: Posterior, batch: Batch, predictions: Mapping[str, Prediction]) -> _Part:
+    """False and true as two classes, each with digits of its own."""
+    final = [*predictions.values()][-1]
     network, columns = posterior.information.network, posterior.information.n_classes
     truth = LABELS.labels_of(batch.labels, size=len(batch), columns=columns, device=torch.device("cpu"))
     given = truth >= 0
     index = given.nonzero()
     logits = network.logits(posterior.prepared(batch)).detach().cpu()[given]
     return _Part(
-        {name: torch.stack([1 - pmf[given], pmf[given]], 1) for name, pmf in pmfs.items()},
+        {
+            name: torch.stack([prediction.complement.cpu()[given], prediction.pmf.cpu()[given]], 1)
+            for name, prediction in predictions.items()
+            if isinstance(prediction, LabelPrediction)
+        },
         truth[given],
         index[:, 0],
         torch.stack([torch.zeros_like(logits), logits], 1),
@@ -169,14 +175,15 @@ def _labels(posterior: Posterior, batch: Batch, pmfs: dict[str, Tensor], final: 
     )
 
 
-def _positions(posterior: Posterior, batch: Batch, pmfs: dict[str, Tensor], final: Prediction) -> _Part:
+def _positions(posterior: Posterior, batch: Batch, predictions: Mapping[str, Prediction]) -> _Part:
+    final = [*predictions.values()][-1]
     if batch.labels is None:
         raise LabelError("Labels are missing: expected batches (x, labels), or a mapping with 'labels'.")
     keep, labels, keys = _counted(posterior, batch, final)
     assert labels is not None
     std = final.std.gather(-1, final.label[..., None])[..., 0].cpu()
     inputs = keep.nonzero()[:, 0]
-    chosen = {name: pmf[keep] for name, pmf in pmfs.items()}
+    chosen = {name: prediction.pmf.cpu()[keep] for name, prediction in predictions.items()}
     logits = chosen[NETWORK].double().clamp_min(1e-300).log()
     return _Part(chosen, labels[keep], inputs, logits, std[keep], torch.zeros_like(inputs), keys[keep])
 

@@ -100,6 +100,7 @@ def _foot(report: Report) -> str:
 
 _FOOT_OF_DECISIONS = (
     "Accuracy, NLL, Brier and ECE are over decisions: every label that is given, or every position that has one. "
+    "Brier is that of the PMF of a position, and of a label (y − f)². "
     "Intervals are 95\u202f% intervals: of AUROCs by DeLong’s formula, of everything else by resampling the inputs "
     "1000 times (basic bootstrap), each with all of its decisions, which depend on each other; the ECE has none for "
     "that reason. "

@@ -32,19 +32,34 @@ _TEMPERATURES, _SCALES = 3.0, 100.0
 _RIDGE_CLASSES = 100
 
 
-def variants(observation: Observation, bins: int, seed: int) -> tuple[Variant, ...]:
-    """The network alone, with error bars and, where it has a calibration, calibrated."""
+def variants(observation: Observation, bins: int, seed: int, *, are_labels: bool = False) -> tuple[Variant, ...]:
+    """The network alone, with error bars and, where it has a calibration, calibrated.
+
+    Where decisions `are_labels`, the Brier score is (y − f)² as in `metrics.label_brier`, half of the sum over false
+    and true.
+    """
     names = dict(NAMES)
     if AFTER not in observation.pmfs:
         names[BEFORE] = "with error bars"
-    return tuple(_variant(key, names[key], pmf, observation, bins, seed) for key, pmf in observation.pmfs.items())
+    share_of_brier = 0.5 if are_labels else 1.0
+    return tuple(
+        _variant(key, names[key], pmf, observation, bins, seed, share_of_brier) for key, pmf in observation.pmfs.items()
+    )
 
 
-def _variant(key: str, name: str, pmf: Float[Tensor, "N M"], observation: Observation, bins: int, seed: int) -> Variant:
+def _variant(
+    key: str,
+    name: str,
+    pmf: Float[Tensor, "N M"],
+    observation: Observation,
+    bins: int,
+    seed: int,
+    share_of_brier: float,
+) -> Variant:
     labels, inputs = observation.labels, observation.inputs
     confidence, label = pmf.double().max(1)
     right = (label == labels).double()
-    columns = [confidence - right, -of_label(pmf, labels).log(), squared_error(pmf, labels)]
+    columns = [confidence - right, -of_label(pmf, labels).log(), share_of_brier * squared_error(pmf, labels)]
     gap, *scores = means(torch.stack(columns, 1), seed, inputs)
     # Neither score can be negative, though with few inputs the interval of a mean can.
     nll, brier = (replace(one, low=max(one.low, 0.0)) for one in scores)
