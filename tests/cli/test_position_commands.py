@@ -116,6 +116,41 @@ def test_positions_that_are_masked_are_not_measured(
     assert facts["scores"]["posterior"]["nll"] == pytest.approx(expected, rel=1e-6)
 
 
+def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+    capsys.readouterr()
+    run(*words, "--json")
+    facts: dict[str, float] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+@pytest.mark.parametrize("options", [{"last_layers": 1}, {"parameters": "all", "fisher": "sampled"}])
+def test_positions_are_updated_and_forgotten_as_in_python(
+    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
+    tokens = importlib.import_module("tokens_of_test")
+    model, data = tokens.network(), tokens.sentences()
+    before = errbar.fit(model, data, outputs="positions", ignore_index=255, **options)  # type: ignore[arg-type]
+    before.save("before.safetensors")
+    words = ["tokens_of_test:sentences", "--model", "tokens_of_test:network"]
+    facts = facts_of(capsys, "update", "before.safetensors", *words, "-o", "after.safetensors")
+    after = before.update(data)
+    torch.testing.assert_close(errbar.load("after.safetensors", model).covariance(), after.covariance())
+    counted = (data[0]["attention_mask"] == 1) & (data[0]["labels"] != 255)
+    for name, posterior in {"before": before, "after": after}.items():
+        expected = float(posterior.logits(data[0]).contrast_variance[counted].mean())
+        assert facts[f"mean_variance_{name}"] == pytest.approx(expected)
+    assert facts["mean_variance_change"] < 0
+    facts = facts_of(capsys, "forget", "after.safetensors", *words, "-o", "forgotten.safetensors")
+    torch.testing.assert_close(errbar.load("forgotten.safetensors", model).covariance(), before.covariance())
+    assert facts["mean_variance_change"] > 0
+    facts_of(capsys, "update", "before.safetensors", *words, "--discount", "0.5", "-o", "discounted.safetensors")
+    discounted = errbar.condition(before.information * 0.5, before.prior).update(data)
+    torch.testing.assert_close(errbar.load("discounted.safetensors", model).covariance(), discounted.covariance())
+
+
 SIZES = """
 import torch
 from torch import nn

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import errbar
 from errbar._base.memory import readable
 from errbar._model.batch import Batch
+from errbar._posterior.positions import counted_positions
 from errbar._posterior.width import UNCALIBRATED
 from errbar.cli.inputs import DataRequest, Source
 from errbar.cli.models import model_of
@@ -24,6 +27,8 @@ from errbar.errors import ArgumentError, FileError, MismatchError
 COMPARED = 256
 # Draws of the logits for that, where there are so many classes that these are quicker.
 _DRAWS = 100
+# Positions that are enough for it, and inputs of which they are taken at a time: a picture has very many.
+_COMPARED_POSITIONS, _FEW_INPUTS = 2**16, 8
 
 # ---------------------------------------------------------------------------------------------------------- loading
 
@@ -279,12 +284,26 @@ def _of_each_label(posterior: errbar.Posterior) -> dict[str, Any]:
 
 def variance_change(before: errbar.Posterior, after: errbar.Posterior, inputs: Sequence[Batch]) -> dict[str, float]:
     """The mean variance of the logits' contrasts of some inputs, before and after, and how it changed."""
-    first, second = (
-        float(torch.cat([posterior.sampling_logits(batch, _DRAWS).contrast_variance for batch in inputs]).mean())
-        for posterior in (before, after)
-    )
+    variances_of = _of_positions if before.information.outputs == "positions" else _of_inputs
+    first, second = (float(torch.cat(variances_of(posterior, inputs)).mean()) for posterior in (before, after))
     return {
         "mean_variance_before": first,
         "mean_variance_after": second,
         "mean_variance_change": second / first - 1 if first else 0.0,
     }
+
+
+def _of_inputs(posterior: errbar.Posterior, inputs: Sequence[Batch]) -> list[Tensor]:
+    return [posterior.sampling_logits(batch, _DRAWS).contrast_variance for batch in inputs]
+
+
+def _of_positions(posterior: errbar.Posterior, inputs: Sequence[Batch]) -> list[Tensor]:
+    """Those of the positions that count, of as many inputs as have enough of them."""
+    found: list[Tensor] = []
+    for batch in chain.from_iterable(batch.parts(_FEW_INPUTS) for batch in inputs):
+        variance = posterior.position_logits(batch, _DRAWS).contrast_variance
+        counted, _, _ = counted_positions(posterior.information.task, batch, tuple(variance.shape))
+        found.append(variance[counted.to(variance.device)])
+        if sum(map(len, found)) >= _COMPARED_POSITIONS:
+            break
+    return found
