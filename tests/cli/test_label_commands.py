@@ -71,3 +71,28 @@ def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Pat
     )
     assert refused.code == 1
     assert "--outputs was given with --auto" in refused.err
+
+
+SPAM = """
+import torch
+from torch import nn
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+"""
+
+
+def test_a_single_label_has_a_single_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("spam_of_test.py").write_text(SPAM, encoding="utf-8")
+    np.savez("mail.npz", x=np.ones((6, 3), np.float32), y=np.ones((6, 1), np.int64))
+    command = ("fit", "spam_of_test:network", "mail.npz", "--last-layers", "1", "-o", "p.safetensors")
+    assert said(*command, "--outputs", "labels", "--class-names", "spam")["classes"] == ["spam"]
+    assert errbar.info("p.safetensors").classes == ("spam",)
+    refused = run(*command, "--force", "--outputs", "labels", "--class-names", "spam,ham")
+    assert "classes are 2 names; expected 1 printable" in refused.err
+    assert "expected two or more different names" in run(*command, "--force", "--class-names", "spam").err
+    assert (
+        "expected one or more different names"
+        in run(*command, "--force", "--outputs", "labels", "--class-names", "spam,spam").err
+    )

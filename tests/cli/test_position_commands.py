@@ -49,7 +49,12 @@ def test_pixels_are_fitted_calibrated_measured_and_written(
     np.savez("data.npz", **arrays, **{f"y_{name}": y[rows].numpy() for name, rows in parts.items()})
     of_model = ["--model", "pixels_of_test:network", "--weights", "weights.pt"]
     first = ["fit", "pixels_of_test:network", "data.npz", "--weights", "weights.pt", "--last-layers", "1"]
-    run(*first, "--outputs", "positions", "-o", "fitted.safetensors")
+    run(*first, "--outputs", "positions", "--class-names", "sky,sea,land", "-o", "fitted.safetensors")
+    assert errbar.info("fitted.safetensors").classes == ("sky", "sea", "land")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*first, "--outputs", "positions", "--class-names", "sky,sea", "-o", "other.safetensors"])
+    assert "classes are 2 names; expected 3 printable texts" in capsys.readouterr().err
     run("calibrate", "fitted.safetensors", "data.npz", *of_model, "-o", "calibrated.safetensors")
     capsys.readouterr()
     measured = ["evaluate", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50"]

@@ -116,9 +116,9 @@ def fit(
             require_prior(prior, weight_decay)
             if here.team.leads:
                 require_new(output, force)
-            source = data_request.open(TRAINING, class_names(class_names_))
+            source = data_request.open(TRAINING, class_names(class_names_, outputs))
             network = reproducible_model_of(model, weights, here.device)
-            require_class_names(network, source)
+            require_class_names(network, source, outputs)
             return network, source
 
         network, source = here.together(prepared)

@@ -22,6 +22,7 @@ HELD_OUT = ("validation", "valid", "val", "calibration")
 NEW = ("test",)
 POOL = ("pool", "unlabelled")
 
+_WORDS = {1: "one", 2: "two"}
 _KINDS = "an .npz or .parquet file, a folder of pictures, or package.module:callable"
 
 
@@ -140,8 +141,8 @@ def first_inputs(loader: Any, count: int) -> list[Batch]:
     return first
 
 
-def class_names(text: str | None) -> tuple[str, ...] | None:
-    """Names of classes: a file with one on each line, or names with commas between them.
+def class_names(text: str | None, outputs: str = "classes") -> tuple[str, ...] | None:
+    """Names of classes, or of labels: a file with one on each line, or names with commas between them.
 
     >>> class_names("cat, dog")
     ('cat', 'dog')
@@ -156,6 +157,7 @@ def class_names(text: str | None) -> tuple[str, ...] | None:
             f"The class names in {path} cannot be read: {error}. Expected one name on each line."
         ) from error
     names = tuple(line.strip() for line in lines if line.strip())
-    if len(set(names)) != len(names) or len(names) < 2:
-        raise ArgumentError(f"The class names are {text!r}; expected two or more different names.")
+    least = 1 if outputs == "labels" else 2
+    if len(set(names)) != len(names) or len(names) < least:
+        raise ArgumentError(f"The class names are {text!r}; expected {_WORDS[least]} or more different names.")
     return names

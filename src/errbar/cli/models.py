@@ -164,17 +164,21 @@ def _list_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def require_class_names(model: nn.Module, source: Source) -> None:
+def require_class_names(model: nn.Module, source: Source, outputs: str = "classes") -> None:
     """Refuse names that are not as many as the outputs of the model, before all data are read."""
     from errbar._base.checks import Checks
     from errbar._files.task import checked_classes
     from errbar._model.network import Network
+    from errbar._model.outputs import POSITIONS, kind_called
+    from errbar._model.positions import PositionsNetwork
     from errbar.cli.inputs import first_inputs
 
     batch = next(iter(first_inputs(source.loader(), 1)), None) if source.classes is not None else None
     if batch is not None:
-        network = Network(model)
+        kind = kind_called(outputs)
+        network = PositionsNetwork(model) if outputs == POSITIONS else Network(model, kind=kind)
         checks = Checks(network.device)
-        outputs = network.logits(network.prepare(batch, checks)).shape[1]
+        prepared = network.prepare(batch, checks)
+        logits = network.shaped(prepared) if isinstance(network, PositionsNetwork) else network.logits(prepared)
         checks.finish()
-        checked_classes(source.classes, outputs)
+        checked_classes(source.classes, logits.shape[-1])
