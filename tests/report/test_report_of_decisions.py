@@ -59,6 +59,8 @@ def test_labels_are_scored_one_by_one() -> None:
     assert "&lt;dog&gt;" in page
     assert "Inputs to look at" not in page
     assert "T of each label" in page
+    assert "T_c of the labels is 0.25 to 1 and T is 1.53 to 2.04" in " ".join(made.verdict.sentences)
+    assert "predict_by_parameters" not in page
     assert "which depend on each other" in page
     assert "NaN" not in page
     assert ">nan" not in page

@@ -60,6 +60,8 @@ def evaluate_labels(
         "inputs": len(labels),
         "labels_given": int((labels >= 0).sum()),
         **vars(posterior.calibration),
+        "label_temperatures": posterior.label_temperatures,
+        "label_covariance_scales": posterior.label_covariance_scales,
         "bins": bins,
         "scores": scores,
         "by_label": {title: dict(zip(each, row, strict=True)) for title, row in _rows(each, titles)},

@@ -170,6 +170,9 @@ def _of_decisions(
     variants = scoring.variants(observation, bins, seed, are_labels=is_of_labels)
     effect = scoring.scale_effect(observation, found.logits, found.std, seed)
     noun = "labels" if is_of_labels else "positions"
+    by_label: tuple[tuple[float, float], ...] = ()
+    if posterior.label_factors is not None:
+        by_label = tuple(zip(posterior.label_temperatures, posterior.label_covariance_scales, strict=True))
     decisions = f"{count(len(observation.labels))} {noun} of {count(found.inputs)} inputs"
     class_rows = () if is_of_labels else scoring.class_rows(observation.final, observation.labels, found.std, names)
     return Report(
@@ -177,7 +180,7 @@ def _of_decisions(
         inputs=found.inputs,
         classes=len(names),
         **vars(posterior.calibration),
-        verdict=verdict(found.inputs, variants, effect, posterior.calibration, None, comparison, decisions),
+        verdict=verdict(found.inputs, variants, effect, posterior.calibration, None, comparison, decisions, by_label),
         variants=variants,
         effect=effect,
         curves=None,
@@ -188,8 +191,8 @@ def _of_decisions(
         linearisation=None,
         missing=(
             f"The curves over T and T_c are made for one of several classes, not for {noun}.",
-            f"The linearisation is checked for one of several classes, not for {noun}; predict_by_parameters draws "
-            "whole networks.",
+            f"The linearisation is checked for one of several classes, not for {noun}"
+            + ("." if by_label else "; predict_by_parameters draws whole networks."),
         ),
         provenance=(*provenance, *_facts(posterior, found.inputs, fingerprint, samples, seed)),
         decisions=decisions,

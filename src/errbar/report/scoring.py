@@ -54,7 +54,7 @@ def _variant(
     observation: Observation,
     bins: int,
     seed: int,
-    share_of_brier: float,
+    share_of_brier: float = 1.0,
 ) -> Variant:
     labels, inputs = observation.labels, observation.inputs
     confidence, label = pmf.double().max(1)

@@ -30,13 +30,17 @@ def verdict(
     linearisation: Linearisation | None,
     outliers: Outliers | None,
     decisions: str = "",
+    by_label: Sequence[tuple[float, float]] = (),
 ) -> Verdict:
-    """What a reader in a hurry should know, of a posterior with this calibration; `decisions` as in `Report`."""
+    """What a reader in a hurry should know, of a posterior with this calibration; `decisions` as in `Report`.
+
+    `by_label` are T and T_c of each label, where they are not those of all.
+    """
     network, final = variants[0], variants[-1]
     sentences = [
         _of_network(network, decisions or f"{count(inputs)} inputs"),
         _of_final(network, final),
-        _of_scale(effect, calibration, "decision" if decisions else "input"),
+        _of_scale(effect, calibration, "decision" if decisions else "input", by_label),
     ]
     if linearisation is not None:
         sentences.append(_of_linearisation(linearisation))
@@ -100,7 +104,9 @@ def _with_interval(estimate: Estimate) -> str:
     return percent(estimate.value) + interval
 
 
-def _of_scale(effect: ScaleEffect, calibration: Calibration, noun: str = "input") -> str:
+def _of_scale(
+    effect: ScaleEffect, calibration: Calibration, noun: str = "input", by_label: Sequence[tuple[float, float]] = ()
+) -> str:
     """Whether the covariance does more than a temperature alone."""
     T, scale, softening = vars(calibration).values()
     softened = f", and the softening c is {significant(softening)}" if softening else ""
@@ -110,6 +116,9 @@ def _of_scale(effect: ScaleEffect, calibration: Calibration, noun: str = "input"
         return "T_c is 0, which switches the error bars off: this is plain temperature scaling."
     gain = effect.gain
     about = f"T_c is {significant(scale)} and T is {significant(T)}{softened}. "
+    if by_label:
+        temperatures, scales = zip(*by_label, strict=True)
+        about = f"T_c of the labels is {_ends(scales)} and T is {_ends(temperatures)}{softened}. "
     bars = (
         f"The probability of the most likely class has a standard deviation of {points(effect.std)} on average, "
         "which no temperature gives."
@@ -140,6 +149,10 @@ def _of_scale(effect: ScaleEffect, calibration: Calibration, noun: str = "input"
         f"{about}For the probabilities alone, T_c does nothing that a temperature could not: compared with {rival}, "
         f"the NLL differs by {size}, which may be chance. {bars}"
     )
+
+
+def _ends(values: Sequence[float]) -> str:
+    return f"{significant(min(values))} to {significant(max(values))}"
 
 
 def _of_linearisation(check: Linearisation) -> str:
