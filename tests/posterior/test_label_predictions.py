@@ -225,6 +225,7 @@ def test_each_label_may_have_its_own_calibration(tmp_path: Path) -> None:
         each.predict_by_parameters(x)
 
 
+@pytest.mark.filterwarnings("ignore:Label .. The best:errbar.CalibrationWarning")
 def test_a_label_without_enough_of_both_keeps_the_common_calibration() -> None:
     posterior, x, y = miscalibrated()
     y[9:, 2] = 0
@@ -257,6 +258,17 @@ def test_what_is_not_fitted_by_label_keeps_its_value() -> None:
     with pytest.raises(ArgumentError, match="fit names temperature alone, and this posterior has a T"):
         errbar.calibrate(third, data_, samples=50, fit="temperature")
     assert errbar.calibrate(third, data_, samples=50).label_factors is None
+
+
+def test_the_calibration_of_a_label_does_not_depend_on_the_seed() -> None:
+    """One random draw for all inputs would have no average over directions; quantiles are the integral itself."""
+    posterior, x, y = miscalibrated()
+    first, second = (errbar.calibrate(posterior, [(x, y)], samples=500, seed=seed) for seed in (0, 1))
+    assert first.temperature == pytest.approx(second.temperature, rel=1e-3)
+    assert first.covariance_scale == pytest.approx(second.covariance_scale, rel=0.05)  # the limit of the search
+    many = errbar.calibrate(posterior, [(x, y)], samples=5000, fit="temperature")
+    few = errbar.calibrate(posterior, [(x, y)], samples=500, fit="temperature")
+    assert few.temperature == pytest.approx(many.temperature, rel=0.02)
 
 
 def test_the_text_of_a_posterior_shows_the_temperatures_in_use() -> None:

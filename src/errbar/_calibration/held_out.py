@@ -27,7 +27,7 @@ from errbar._distributed.shards import opened
 from errbar._distributed.team import Team
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
-from errbar._distributions.sampling import SamplingRoot
+from errbar._distributions.sampling import SamplingRoot, normal_quantiles
 from errbar._model.batch import Batch, Unpack
 from errbar._posterior.posterior import Posterior
 from errbar._posterior.pushing import held_draws, keeps_draws, require_room
@@ -76,6 +76,13 @@ class HeldOut:
         return replace(self, root=self.root.keeping(samples, seed, self.mean))
 
     def draws(self, samples: int, seed: int) -> Float[Tensor, "d K"]:
+        """The draws of `predict`; where an input has one alone, as of two classes or a label, quantiles in their place.
+
+        One draw for all inputs has no average over directions: of 1000 random ones the NLL of a label was off by 3e-3
+        nats, and its T_c was 1 or 8 with the seed. Quantiles give the integral over N(0, 1) itself.
+        """
+        if self.root.is_of_one_draw:
+            return normal_quantiles(samples, seed, self.mean)
         return self.root.draws(samples, seed, self.mean)
 
     def spread(self) -> float:

@@ -56,6 +56,11 @@ class SamplingRoot:
     rotation: Float[Tensor, "d d"] | None = None
     kept: bool = False
 
+    @property
+    def is_of_one_draw(self) -> bool:
+        """Whether each input takes a single number."""
+        return not self.kept and self.values.ndim == 3 and self.values.shape[2] == 1 and self.rotation is None
+
     @staticmethod
     def concatenated(parts: Sequence[SamplingRoot]) -> SamplingRoot:
         """The rows of several of one posterior, which share `basis` and `rotation`."""
@@ -332,6 +337,13 @@ def standard_normal(
         instead="Ask for fewer samples.",
     )
     return _draws(rows, columns, seed, draws).to(like)
+
+
+def normal_quantiles(count: int, seed: int, like: Tensor) -> Float[Tensor, "1 K"]:
+    """Φ⁻¹((k + ½)/K), k = 0 … K − 1, in an order that follows from the seed, so that the first ones are a sample."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    quantiles: Tensor = torch.special.ndtri((order.double() + 0.5) / count)
+    return quantiles[None].to(like)
 
 
 def _draws(rows: int, columns: int, seed: int, draws: str) -> Float[Tensor, "rows columns"]:
