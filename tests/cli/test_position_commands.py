@@ -121,6 +121,43 @@ def test_positions_that_are_masked_are_not_measured(
     assert facts["scores"]["posterior"]["nll"] == pytest.approx(expected, rel=1e-6)
 
 
+def refusal_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_the_label_to_ignore_is_an_option_of_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
+    tokens = importlib.import_module("tokens_of_test")
+    model, data = tokens.network(), tokens.sentences()
+    fit = ["fit", "tokens_of_test:network", "tokens_of_test:sentences", "--last-layers", "1"]
+    positions = [*fit, "--outputs", "positions"]
+    assert "give --ignore-index to errbar fit" in refusal_of(capsys, *positions, "-o", "a.safetensors")
+    run(*positions, "--ignore-index", "255", "-o", "fitted.safetensors")
+    expected = errbar.fit(model, data, last_layers=1, outputs="positions", ignore_index=255)
+    torch.testing.assert_close(errbar.load("fitted.safetensors", model).covariance(), expected.covariance())
+    description = errbar.info("fitted.safetensors")
+    assert isinstance(description, errbar.FileDescription)
+    assert description.ignore_index == 255
+    capsys.readouterr()
+    run("info", "fitted.safetensors")
+    assert "ignore index      255" in capsys.readouterr().out
+    unlabelled = [{name: part for name, part in batch.items() if name != "labels"} for batch in data]
+    errbar.fit(model, unlabelled, last_layers=1, outputs="positions").save("usual.safetensors")
+    run("info", "usual.safetensors")
+    assert "ignore index" not in capsys.readouterr().out
+    refused = refusal_of(capsys, *fit, "--ignore-index", "-1", "-o", "b.safetensors")
+    assert "--ignore-index is -1 with --outputs classes; expected it with --outputs positions" in refused
+    assert not list(Path().glob("[ab].safetensors"))
+
+
 def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
     capsys.readouterr()
     run(*words, "--json")

@@ -50,7 +50,8 @@ class FileDescription:
     `precision` is the prior's, None for files without one; `batches` counts those in a checkpoint. `output` says where
     the logits are in what the model returns, None if that is only the logits; `unpack` whether the fit had one.
     `label_temperatures` and `label_covariance_scales` are T and T_c of each of several labels, None where all have the
-    same. `choice` is the table of `autofit`, None for a posterior that it did not choose.
+    same. `ignore_index` is the label of positions without one, None for other outputs. `choice` is the table of
+    `autofit`, None for a posterior that it did not choose.
     """
 
     path: str
@@ -64,6 +65,7 @@ class FileDescription:
     structure: str
     fisher: str
     outputs: str
+    ignore_index: int | None
     dtype: str
     parameters: Mapping[str, tuple[int, ...]]
     n_parameters: int
@@ -456,6 +458,7 @@ def _description(contents: Contents) -> FileDescription:
         structure=task.structure,
         fisher=task.fisher,
         outputs=task.outputs,
+        ignore_index=None if task.positions is None else task.positions.ignore_index,
         dtype=str(task.dtype).removeprefix("torch."),
         parameters=dict(zip(task.selection.names, task.selection.shapes, strict=True)),
         n_parameters=task.selection.n_parameters,

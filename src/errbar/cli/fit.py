@@ -24,6 +24,7 @@ _CHOSEN = (
     "prior",
     "weight_decay",
     "outputs",
+    "ignore_index",
     "fisher",
     "draws",
     "structure",
@@ -59,6 +60,7 @@ def fit(
         typer.Option("--weight-decay", help="Weight decay of the training; the prior is this times the samples."),
     ] = None,
     outputs: options.Outputs = "classes",
+    ignore_index: options.IgnoreIndex = None,
     fisher: options.Fisher = "ggn",
     draws: options.LabelDraws = 1,
     seed: options.Seed = 0,
@@ -83,6 +85,7 @@ def fit(
     progress: options.Progress = True,
 ) -> None:
     """Fit a posterior to a trained model and its training data. Labels are not needed."""
+    from errbar._model.positions import IGNORE_INDEX
     from errbar._posterior.width import INPUTS, warn_of_width
     from errbar.cli.autofit import Request, run
     from errbar.cli.inputs import TRAINING, DataRequest, class_names, first_inputs
@@ -114,6 +117,7 @@ def fit(
             if (last_layers is None) == (parameters is None):
                 raise ArgumentError("Expected either --last-layers, for example 2, or --parameters, for example all.")
             require_prior(prior, weight_decay)
+            _require_positions(ignore_index, outputs)
             if here.team.leads:
                 require_new(output, force)
             source = data_request.open(TRAINING, class_names(class_names_, outputs))
@@ -130,6 +134,7 @@ def fit(
             last_layers=last_layers,
             parameters=names,
             outputs=outputs,
+            ignore_index=IGNORE_INDEX if ignore_index is None else ignore_index,
             fisher=fisher,
             draws=draws,
             seed=seed,
@@ -146,6 +151,15 @@ def fit(
         warn_of_width(posterior, first[0] if first else None, here.team)
         evidence = None if information.log_likelihood is None else posterior.log_evidence()
         save(here, posterior, output, source.classes, {"log_evidence": evidence}, factors=factors)
+
+
+def _require_positions(ignore_index: int | None, outputs: str) -> None:
+    """Refuse a label to ignore where every input has one."""
+    if ignore_index is not None and outputs != "positions":
+        raise ArgumentError(
+            f"--ignore-index is {ignore_index} with --outputs {outputs}; expected it with --outputs positions, where "
+            "some have no label. Leave it out."
+        )
 
 
 def _require_together(context: typer.Context, auto: bool) -> None:

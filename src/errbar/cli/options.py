@@ -139,6 +139,12 @@ Outputs = Annotated[
         "--outputs", help="What the model returns: logits of classes, of labels that are each true, or of positions."
     ),
 ]
+IgnoreIndex = Annotated[
+    int | None,
+    typer.Option(
+        "--ignore-index", metavar="LABEL", help="The label of positions without one, for positions; -100 without it."
+    ),
+]
 LabelDraws = Annotated[int, typer.Option("--draws", min=1, help="Labels drawn per sample, for sampled.")]
 Structure = Annotated[
     str,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from errbar._curvature.mixture import described_structure
 from errbar._distributed.team import Team, job_of_torchrun, team_of
+from errbar._model.positions import IGNORE_INDEX
 from errbar.cli.models import device_of
 from errbar.errors import ArgumentError
 
@@ -137,7 +138,7 @@ def file_lines(description: FileDescription | FusionDescription) -> str:
     """One line for each thing that a file says about itself; of a fusion also for each network."""
     lines = []
     for name, value in asdict(description).items():
-        if name == "networks":
+        if name == "networks" or (name == "ignore_index" and value == IGNORE_INDEX):
             continue
         text: Any = ", ".join(map(str, value)) if name == "parameters" or isinstance(value, tuple) else value
         text = described_structure(value) if name == "structure" else text
