@@ -49,7 +49,7 @@ def evaluate(
     as_json: options.Json = False,
     progress: options.Progress = True,
 ) -> None:
-    """Measure accuracy, NLL, Brier score, ECE and AURC on data with labels, before and after calibration."""
+    """Measure accuracy, NLL, Brier score and ECE on data with labels, before and after calibration; of classes AURC."""
     from errbar import report as pages
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.label_scores import evaluate_labels
