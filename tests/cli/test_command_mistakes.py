@@ -111,7 +111,10 @@ MISTAKES = {
     "results of another kind": ([*PREDICT, "data.npz", *MODEL, "-o", "out.xlsx"], "expected .jsonl, .csv"),
     "risk in words": ([*PREDICT, "data.npz", *MODEL, "--risk", "much"], "The risk threshold is 'much'"),
     "risk above one": ([*PREDICT, "data.npz", *MODEL, "--risk", "1.5"], "expected a probability"),
-    "risk for other classes": ([*PREDICT, "data.npz", *MODEL, "--risk", "0.1,0.2"], "each of the 3 classes"),
+    "risk for other classes": (
+        [*PREDICT, "data.npz", *MODEL, "--risk", "0.1,0.2"],
+        "is '0.1,0.2'; expected a probability, or one for each of the 3",
+    ),
     "no labels": (["evaluate", "posterior.safetensors", "unlabelled.npz", *MODEL], "Labels are missing"),
     "another class": (["evaluate", "posterior.safetensors", "words.npz", *MODEL], "label 'dog'; expected one of ant"),
     "calibration without labels": (["calibrate", "posterior.safetensors", "unlabelled.npz", *MODEL], "Labels are miss"),

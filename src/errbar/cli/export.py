@@ -43,14 +43,16 @@ def export(
     from errbar.cli.inputs import NEW, DataRequest, first_inputs
     from errbar.cli.output import require_new
     from errbar.cli.posteriors import ClassifierRequest
-    from errbar.cli.predictions import thresholds_of
+    from errbar.cli.predictions import require_thresholds, thresholds_of
     from errbar.cli.session import session
 
     with session("export", as_json=as_json) as here:
         require_new(output, force)
         checked_path(output)
-        thresholds = list(thresholds_of(risk).values())
+        by_name = thresholds_of(risk)
+        thresholds = list(by_name.values())
         loaded = ClassifierRequest(posterior, tuple(model), tuple(weights or ())).load(here.device)
+        require_thresholds(by_name, loaded.n_classes)
         source = DataRequest(data, _EXAMPLE, transform, image_size).open(NEW, loaded.classes, labelled=False)
         example = next(iter(first_inputs(source.loader(), _EXAMPLE)), None)
         if example is None:

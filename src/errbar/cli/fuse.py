@@ -49,7 +49,13 @@ def fuse(
     from errbar.cli.inputs import NEW, DataRequest, Source
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import notice_if_uncalibrated, posterior_requests, same_classes
-    from errbar.cli.predictions import PredictionColumns, thresholds_of, tracked_batches, write_predictions
+    from errbar.cli.predictions import (
+        PredictionColumns,
+        require_thresholds,
+        thresholds_of,
+        tracked_batches,
+        write_predictions,
+    )
     from errbar.cli.session import session
 
     with session("fuse", as_json=as_json, progress=progress, device=device) as here:
@@ -60,6 +66,7 @@ def fuse(
         for path in posterior:
             _require_one_network(path, frames)
         loaded = [request.load(here.device) for request in posterior_requests(posterior, model or [], weights or [])]
+        require_thresholds(thresholds, loaded[0].posterior.information.n_classes)
         classes = same_classes(loaded, posterior)
         data_request = DataRequest(data, frames or batch_size, transform, image_size)
         source = data_request.open(NEW, classes, labelled=False)

@@ -73,6 +73,11 @@ class LoadedClassifier:
     classifier: errbar.Posterior | errbar.FusedClassifier
     classes: tuple[str, ...] | None
 
+    @property
+    def n_classes(self) -> int:
+        one = self.classifier
+        return one.information.n_classes if isinstance(one, errbar.Posterior) else one.n_classes
+
 
 @dataclass(frozen=True)
 class ClassifierRequest:

@@ -38,7 +38,14 @@ def predict(
     from errbar.cli.inputs import NEW, DataRequest
     from errbar.cli.output import require_format, require_new
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
-    from errbar.cli.predictions import PredictionColumns, is_of_positions, require_arrays, thresholds_of, written
+    from errbar.cli.predictions import (
+        PredictionColumns,
+        is_of_positions,
+        require_arrays,
+        require_thresholds,
+        thresholds_of,
+        written,
+    )
     from errbar.cli.session import session
 
     with session("predict", as_json=as_json, progress=progress, device=device, ranks=True) as here:
@@ -49,6 +56,7 @@ def predict(
                 require_format(output)
             thresholds = thresholds_of(risk)
             loaded = ClassifierRequest(posterior, tuple(model), tuple(weights or ())).load(here.device)
+            require_thresholds(thresholds, loaded.n_classes)
             request = DataRequest(data, batch_size, transform, image_size)
             return thresholds, loaded, request.open(NEW, loaded.classes, labelled=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +121,17 @@ def tracked_batches(source: Source, here: Session) -> Iterator[Batch]:
     """The batches of the data, with a progress line."""
     loader = source.loader()
     return track(batches(loader), "Predicting", total=count_batches(loader), enabled=here.progress)
+
+
+def require_thresholds(thresholds: Mapping[str, float | Tensor], classes: int) -> None:
+    """Refuse thresholds that are not as many as the classes, before anything is predicted."""
+    for numbers in thresholds.values():
+        if isinstance(numbers, Tensor) and len(numbers) != classes:
+            typed = ",".join(f"{number:g}" for number in numbers.tolist())
+            raise ArgumentError(
+                f"The risk threshold is {typed!r}; expected a probability, or one for each of the {classes} classes "
+                "with commas."
+            )
 
 
 def thresholds_of(risk: Sequence[str] | None) -> dict[str, float | Tensor]:
