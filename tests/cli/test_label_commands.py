@@ -66,6 +66,10 @@ def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Pat
     facts = said("evaluate", second, f"{data}:test", *MODEL, *DRAWS, "--report", str(page))
     assert facts["bytes"] == page.stat().st_size
     assert "Label by label" in page.read_text()
+    discounted = str(tmp_path / "u.safetensors")
+    facts = said("update", second, f"{data}:test", *MODEL, "--discount", "0.5", "-o", discounted)
+    assert facts["label_temperatures"] == list(posterior.label_temperatures)
+
     refused = run(
         "fit", "tiny_net:trained", data, "--auto", "--outputs", "labels", "-o", str(tmp_path / "a.safetensors")
     )

@@ -38,8 +38,9 @@ def update(
         before = loaded.posterior
         discounted = before
         if discount < 1:
-            discounted = errbar.condition(before.information * discount, before.prior).with_calibration(
-                **vars(before.calibration)
+            conditioned = errbar.condition(before.information * discount, before.prior)
+            discounted = conditioned.with_calibration(**vars(before.calibration)).with_label_factors(
+                before.label_factors
             )
         inputs = here.together(lambda: first_inputs(source.loader(), COMPARED))
         after = discounted.update(here.together(source.loader))
