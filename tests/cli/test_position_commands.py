@@ -68,10 +68,10 @@ def test_pixels_are_fitted_calibrated_measured_and_written(
         assert found["pmf"].shape == found["std"].shape == (10, 4, 5, 3)
         assert found["label"].shape == found["mutual_information"].shape == (10, 4, 5)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(["predict", "calibrated.safetensors", "data.npz", *of_model, "-o", "found.csv"])
-    assert end.value.code == 1
-    assert "expected an .npz file" in capsys.readouterr().err
+    for name in ("found.csv", "found.xlsx"):
+        refused = refusal_of(capsys, "predict", "calibrated.safetensors", "data.npz", *of_model, "-o", name)
+        assert "--outputs positions" in refused
+        assert "expected an .npz file" in refused
 
 
 TAGGER = """

@@ -36,12 +36,12 @@ def predict(
     """Write PMF, standard deviations, risk and mutual information of each input. Takes the memory of one batch."""
     from errbar._distributed.order import share_of, used_in_order
     from errbar.cli.inputs import NEW, DataRequest
-    from errbar.cli.output import require_format, require_new
+    from errbar.cli.output import require_new
     from errbar.cli.posteriors import ClassifierRequest, notice_if_uncalibrated
     from errbar.cli.predictions import (
         PredictionColumns,
         is_of_positions,
-        require_arrays,
+        require_format_for,
         require_thresholds,
         thresholds_of,
         written,
@@ -53,7 +53,7 @@ def predict(
         def prepared() -> tuple[dict[str, float | Tensor], LoadedClassifier, Source]:
             if here.team.leads:
                 require_new(output, force)
-                require_format(output)
+                require_format_for(posterior, output)
             thresholds = thresholds_of(risk)
             loaded = ClassifierRequest(posterior, tuple(model), tuple(weights or ())).load(here.device)
             require_thresholds(thresholds, loaded.n_classes)
@@ -62,7 +62,6 @@ def predict(
 
         thresholds, loaded, source = here.together(prepared)
         loaded.classifier.require_ready(here.team)
-        here.together(lambda: require_arrays(loaded.classifier, output))
         columns = PredictionColumns(loaded.classes, thresholds, covariance)
         share = share_of(here.together(source.loader), here.team, title="Predicting", progress=here.progress)
 

@@ -16,7 +16,7 @@ import errbar
 from errbar._base.progress import track
 from errbar._model.batch import Batch, batches, count_batches
 from errbar.cli.inputs import Source
-from errbar.cli.output import Columns, writing
+from errbar.cli.output import Columns, require_format, writing
 from errbar.cli.session import Session
 from errbar.errors import ArgumentError, DataError
 
@@ -103,13 +103,17 @@ def written(
     }
 
 
-def require_arrays(classifier: errbar.Posterior | errbar.FusedClassifier, output: Path) -> None:
-    """Refuse to write positions of an input into a file that has rows."""
-    if is_of_positions(classifier) and output.suffix.lower() != ".npz":
+def require_format_for(posterior: Path, output: Path) -> None:
+    """Refuse a kind of file that is not written, and for positions of an input one that has rows."""
+    description = errbar.info(posterior)
+    has_rows = isinstance(description, errbar.FusionDescription) or description.outputs != "positions"
+    if not has_rows and output.suffix.lower() != ".npz":
         raise ArgumentError(
-            f"The output {output} has a row for each input, and this posterior was fitted with "
-            "outputs='positions', with a PMF for every position of an input; expected an .npz file."
+            f"The output {output} ends in {output.suffix!r}, and the posterior {posterior} was fitted with "
+            "outputs='positions', with a PMF for every position of an input; expected an .npz file.",
+            arguments={"outputs": "positions"},
         )
+    require_format(output)
 
 
 def is_of_positions(classifier: errbar.Posterior | errbar.FusedClassifier) -> bool:
