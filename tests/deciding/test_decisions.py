@@ -304,7 +304,16 @@ def test_sets_of_an_input_do_not_depend_on_the_inputs_beside_it() -> None:
         ),
         (lambda: errbar.decide(prediction(), torch.eye(3)), errbar.ArgumentError, r"shape \(3, 3\); expected \(act"),
         (lambda: errbar.decide(prediction(), torch.ones(4)), errbar.ArgumentError, r"shape \(4,\); expected"),
-        (lambda: errbar.decide(prediction(), "costs"), errbar.ArgumentError, "a str that is not a matrix of numbers"),
+        (
+            lambda: errbar.decide(prediction(), "costs"),
+            errbar.ArgumentError,
+            "a str that is not an array of real numbers",
+        ),
+        (
+            lambda: errbar.decide(prediction(), torch.ones(2, 3, dtype=torch.complex64)),
+            errbar.ArgumentError,
+            "a Tensor that is not an array of real numbers",
+        ),
         (lambda: errbar.decide(prediction(), [[math.nan] * 4]), errbar.ArgumentError, "cost holds NaN or infinity"),
         (lambda: errbar.abstention(prediction(), [0] * 6), errbar.DataError, "6 held-out inputs; expected 59 or more"),
         (lambda: errbar.abstention(prediction(), [0] * 5), errbar.LabelError, r"shape \(5,\); expected \(6,\)"),

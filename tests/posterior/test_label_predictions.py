@@ -365,7 +365,7 @@ def test_costs_that_are_no_numbers_are_refused() -> None:
     prediction = fitted().predict(data()[0])
     with pytest.raises(ArgumentError, match="cost holds NaN or infinity"):
         errbar.decide(prediction, [[0.0, math.nan]])
-    with pytest.raises(ArgumentError, match="that is not a table of numbers"):
+    with pytest.raises(ArgumentError, match="that is not an array of real numbers"):
         errbar.decide(prediction, "cheap")
 
 

@@ -89,13 +89,7 @@ def _decisions_of_labels(prediction: Prediction, cost: Any) -> Decision:
     """ℓ_la = c_la0 (1 − f̂_l) + c_la1 f̂_l, and its standard deviation |c_la1 − c_la0| √P^f_ll."""
     f = prediction.pmf
     labels = f.shape[1]
-    try:
-        costs = torch.as_tensor(cost, dtype=f.dtype, device=f.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(
-            f"cost is a {type(cost).__name__} that is not a table of numbers; expected (actions, 2) or ({labels}, "
-            "actions, 2)."
-        ) from error
+    costs = _real_numbers(cost, f, f"(actions, 2) or ({labels}, actions, 2)")
     is_one = costs.ndim == 2
     if costs.ndim not in (2, 3) or 0 in costs.shape or costs.shape[-1] != 2 or not (is_one or len(costs) == labels):
         raise ArgumentError(
@@ -109,14 +103,20 @@ def _decisions_of_labels(prediction: Prediction, cost: Any) -> Decision:
     return Decision(expected, (true - false).abs() * prediction.std[..., None])
 
 
-def _checked_cost(cost: Any, pmf: Float[Tensor, "B *S M"]) -> Float[Tensor, "A M"]:
-    classes = pmf.shape[-1]
+def _real_numbers(cost: Any, like: Tensor, shape: str) -> Float[Tensor, "..."]:
     try:
-        costs = torch.as_tensor(cost, dtype=pmf.dtype, device=pmf.device)
+        if isinstance(cost, Tensor) and cost.is_complex():
+            raise TypeError("complex numbers")
+        return torch.as_tensor(cost, dtype=like.dtype, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(
-            f"cost is a {type(cost).__name__} that is not a matrix of numbers; expected (actions, {classes})."
+            f"cost is a {type(cost).__name__} that is not an array of real numbers; expected {shape}."
         ) from error
+
+
+def _checked_cost(cost: Any, pmf: Float[Tensor, "B *S M"]) -> Float[Tensor, "A M"]:
+    classes = pmf.shape[-1]
+    costs = _real_numbers(cost, pmf, f"(actions, {classes})")
     if costs.ndim != 2 or costs.shape[0] == 0 or costs.shape[1] != classes:
         raise ArgumentError(
             f"cost has shape {tuple(costs.shape)}; expected (actions, {classes}): a row per action, with its cost for "
