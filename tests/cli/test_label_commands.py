@@ -70,6 +70,10 @@ def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Pat
     facts = said("update", second, f"{data}:test", *MODEL, "--discount", "0.5", "-o", discounted)
     assert facts["label_temperatures"] == list(posterior.label_temperatures)
 
+    for command in (("fit", "--last-layers", "1"), ("autofit",)):
+        words = (command[0], "tiny_net:trained", data, *command[1:])
+        forgotten = run(*words, "-o", str(tmp_path / "a.safetensors"))
+        assert "if each output is a label by itself, use errbar fit --outputs labels." in forgotten.err
     refused = run(
         "fit", "tiny_net:trained", data, "--auto", "--outputs", "labels", "-o", str(tmp_path / "a.safetensors")
     )

@@ -245,7 +245,9 @@ def test_labels_of_another_shape_are_refused() -> None:
 
 def test_a_shape_that_fits_two_readings_asks_for_outputs() -> None:
     model, (x, y) = network_called("mlp"), data(missing=False)
-    with pytest.raises(LabelError, match=r"argmax.*or, if each output is a label by itself, pass outputs='labels'"):
+    with pytest.raises(
+        LabelError, match=r"argmax.*or, if each output is a label by itself, pass outputs='labels' to errbar"
+    ):
         errbar.collect(model, [(x, y)], parameters="all")
 
 

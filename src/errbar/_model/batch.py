@@ -596,7 +596,7 @@ def labels_as_tensor(labels: Any, device: torch.device, expected: str) -> Tensor
 def _or_several(values: Tensor, size: int, classes: int) -> str:
     """What else a table of labels with a column for each output may be."""
     fits = values.shape in ((size, classes), (size, 1))
-    return "; or, if each output is a label by itself, pass outputs='labels'" if fits else ""
+    return "; or, if each output is a label by itself, pass outputs='labels' to errbar.fit" if fits else ""
 
 
 def checked_weights(weights: Any, *, size: int, device: torch.device, checks: Checks) -> Float[Tensor, "B"]:

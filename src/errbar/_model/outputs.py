@@ -257,7 +257,7 @@ def require_classes_alone(outputs: object, name: str) -> None:
 def _or_positions(value: Tensor, size: int) -> str:
     """What else logits of three or four dimensions may be."""
     fits = value.ndim in (3, 4) and value.shape[0] == size and value.is_floating_point()
-    return "; or, for a class of every token or pixel, pass outputs='positions'" if fits else ""
+    return "; or, for a class of every token or pixel, pass outputs='positions' to errbar.fit" if fits else ""
 
 
 def _is_table(value: Tensor, size: int) -> bool:

@@ -47,6 +47,8 @@ ADVICE = {
     "or pass unpack= if the batch holds something else": "or change them with --transform",
     "Pass unpack= if the labels are somewhere else in the batch.": "In a file they are y, or a column called label.",
     "Pass unpack=, a function from a batch to (args, kwargs, labels).": "Let a callable make such batches.",
+    "pass outputs='labels' to errbar.fit": "use errbar fit --outputs labels",
+    "pass outputs='positions' to errbar.fit": "use errbar fit --outputs positions",
     "pass ignore_index= to the fit": "give --ignore-index to errbar fit",
     "Pass leave_out=False": "Use --held-out",
     "k is ": "--count is ",
