@@ -78,7 +78,7 @@ def test_several_labels_from_fit_to_evaluate(workspace: Workspace, tmp_path: Pat
         "fit", "tiny_net:trained", data, "--auto", "--outputs", "labels", "-o", str(tmp_path / "a.safetensors")
     )
     assert refused.code == 1
-    assert "--outputs was given with --auto" in refused.err
+    assert "--outputs was given with --auto, which is for one of M classes alone" in refused.err
 
 
 SPAM = """

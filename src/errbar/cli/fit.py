@@ -17,20 +17,19 @@ if TYPE_CHECKING:
     from errbar.cli.inputs import Source
 
 
-# What autofit chooses, and what only it uses, by the names of the arguments below.
+# What autofit chooses, what it has for classes alone, and what only it uses, by the names of the arguments below.
 _CHOSEN = (
     "last_layers",
     "parameters",
     "prior",
     "weight_decay",
-    "outputs",
-    "ignore_index",
     "fisher",
     "draws",
     "structure",
     "rank",
     "precision",
 )
+_NOT_FOR_AUTO = ("outputs", "ignore_index")
 _FOR_AUTO = ("validation", "seconds")
 
 
@@ -164,11 +163,16 @@ def _require_positions(ignore_index: int | None, outputs: str) -> None:
 
 def _require_together(context: typer.Context, auto: bool) -> None:
     """Refuse options that would be ignored: autofit chooses what they say, or only autofit uses them."""
-    for name in (*_CHOSEN, "checkpoint", "every") if auto else _FOR_AUTO:
+    for name in (*_CHOSEN, *_NOT_FOR_AUTO, "checkpoint", "every") if auto else _FOR_AUTO:
         source = context.get_parameter_source(name)
         # By name: typer may bring a click of its own.
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
+            if name in _NOT_FOR_AUTO:
+                raise ArgumentError(
+                    f"{option} was given with --auto, which is for one of M classes alone; expected errbar fit without "
+                    "--auto, and then errbar calibrate."
+                )
             raise ArgumentError(
                 f"{option} was given with --auto, which chooses it; expected one of the two."
                 if auto
