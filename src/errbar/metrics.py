@@ -176,14 +176,21 @@ def label_accuracy(probability: Any, labels: Any) -> float:
     return float(((f > 0.5) == (truth == 1))[given].double().mean())
 
 
-def label_nll(probability: Any, labels: Any) -> float:
+def label_nll(probability: Any, labels: Any, *, complement: Any = None) -> float:
     """−(1/G) Σ ln Pr{y_nl}, the mean over the G labels that are given, f_nl of true ones and 1 − f_nl of others.
 
-    Given a prediction, 1 − f_nl is its `complement`, which is not rounded to zero where f_nl is rounded to one.
+    `complement` is 1 − f_nl with digits of its own, which is not rounded to zero where f_nl is rounded to one; that of
+    a prediction is its own.
     """
     f, truth = _checked_of_labels(probability, labels)
-    complement = getattr(probability, "complement", None)
-    others = _numbers(complement) if isinstance(complement, Tensor) else 1 - f
+    if complement is None:
+        complement = getattr(probability, "complement", None)
+    others = 1 - f if complement is None else _numbers(complement)
+    if others.shape != f.shape or not bool(((others >= 0) & (others <= 1)).all()):
+        raise DataError(
+            f"complement has shape {tuple(others.shape)}, or is not all from 0 to 1; expected {tuple(f.shape)}, the "
+            "probability that each label is false."
+        )
     return -float(torch.where(truth == 1, f, others)[truth >= 0].log().mean())
 
 

@@ -74,3 +74,14 @@ def test_mistakes() -> None:
         metrics.label_brier(f + 1, y)
     with pytest.raises(DataError, match="that is not a matrix of numbers"):
         metrics.label_auroc("f", y)
+
+
+def test_the_probability_that_a_label_is_false_may_have_digits_of_its_own() -> None:
+    f, truth = torch.tensor([[1.0, 0.25]]), torch.tensor([[0, 0]])
+    assert metrics.label_nll(f, truth) == float("inf")
+    own = metrics.label_nll(f, truth, complement=torch.tensor([[1e-12, 0.75]]))
+    assert own == pytest.approx(-(math.log(1e-12) + math.log(0.75)) / 2)
+    with pytest.raises(DataError, match=r"complement has shape \(1, 1\), or is not all from 0 to 1; expected \(1, 2\)"):
+        metrics.label_nll(f, truth, complement=torch.tensor([[0.5]]))
+    with pytest.raises(DataError, match="or is not all from 0 to 1"):
+        metrics.label_nll(f, truth, complement=torch.tensor([[0.5, math.nan]]))

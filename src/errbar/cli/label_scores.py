@@ -34,10 +34,6 @@ class _Probabilities:
     def joined(parts: Sequence[_Probabilities]) -> _Probabilities:
         return _Probabilities(torch.cat([part.pmf for part in parts]), torch.cat([part.complement for part in parts]))
 
-    def nll(self, labels: Tensor) -> float:
-        """As `metrics.label_nll` of a prediction."""
-        return -float(torch.where(labels == 1, self.pmf, self.complement)[labels >= 0].log().mean())
-
 
 def evaluate_labels(
     here: Session,
@@ -106,7 +102,7 @@ def _read(
 def _scores(probability: _Probabilities, labels: Tensor) -> dict[str, float]:
     return {
         "accuracy": metrics.label_accuracy(probability.pmf, labels),
-        "nll": probability.nll(labels),
+        "nll": metrics.label_nll(probability.pmf, labels, complement=probability.complement),
         "brier": metrics.label_brier(probability.pmf, labels),
         "map": metrics.label_map(probability.pmf, labels) if bool((labels == 1).any()) else math.nan,
     }

@@ -117,7 +117,7 @@ def label_rows(found: Decided, names: Sequence[str], bins: int) -> tuple[LabelRo
     for number, name in enumerate(names):
         own = found.place == number
         pmf, truth = found.observation.final[own].double(), found.observation.labels[own, None]
-        f, scored = pmf[:, 1:], pmf.gather(1, truth)
+        f = pmf[:, 1:]
         rows.append(
             LabelRow(
                 name=name,
@@ -125,7 +125,7 @@ def label_rows(found: Decided, names: Sequence[str], bins: int) -> tuple[LabelRo
                 true=float(truth.double().mean()) if len(truth) else math.nan,
                 probability=float(f.mean()) if len(truth) else math.nan,
                 std=float(found.std[own].mean()) if len(truth) else math.nan,
-                nll=-float(scored.log().mean()) if len(truth) else math.nan,
+                nll=metrics.label_nll(f, truth, complement=pmf[:, :1]) if len(truth) else math.nan,
                 ece=metrics.label_ece(f, truth, bins)[0] if len(truth) else math.nan,
                 auroc=metrics.label_auroc(f, truth)[0] if len(truth) else math.nan,
                 precision=metrics.label_average_precision(f, truth)[0] if len(truth) else math.nan,
