@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import importlib
-import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 import errbar
-from errbar.cli.main import main
+from command_line import run, said
 from errbar.cli.output import writing
 from errbar.errors import DataError
 
 
-def run(*words: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 0
+def told(*words: str) -> str:
+    """What a command that succeeds prints."""
+    result = run(*words)
+    assert result.code == 0, result
+    return result.out
+
+
+def refused(*words: str) -> str:
+    """Why a command is refused."""
+    result = run(*words)
+    assert result.code == 1, result
+    return result.err
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module with the tagger, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
+    sys.modules.pop("tokens_of_test", None)
+    return importlib.import_module("tokens_of_test")
 
 
 NETWORK = """
@@ -31,9 +50,7 @@ def network():
 """
 
 
-def test_pixels_are_fitted_calibrated_measured_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pixels_are_fitted_calibrated_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pixels_of_test.py").write_text(NETWORK, encoding="utf-8")
     namespace: dict[str, object] = {}
@@ -49,29 +66,24 @@ def test_pixels_are_fitted_calibrated_measured_and_written(
     np.savez("data.npz", **arrays, **{f"y_{name}": y[rows].numpy() for name, rows in parts.items()})
     of_model = ["--model", "pixels_of_test:network", "--weights", "weights.pt"]
     first = ["fit", "pixels_of_test:network", "data.npz", "--weights", "weights.pt", "--last-layers", "1"]
-    run(*first, "--outputs", "positions", "--class-names", "sky,sea,land", "-o", "fitted.safetensors")
+    told(*first, "--outputs", "positions", "--class-names", "sky,sea,land", "-o", "fitted.safetensors")
     assert errbar.info("fitted.safetensors").classes == ("sky", "sea", "land")
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main([*first, "--outputs", "positions", "--class-names", "sky,sea", "-o", "other.safetensors"])
-    assert "classes are 2 names; expected 3 printable texts" in capsys.readouterr().err
-    run("calibrate", "fitted.safetensors", "data.npz", *of_model, "-o", "calibrated.safetensors")
-    capsys.readouterr()
+    two = refused(*first, "--outputs", "positions", "--class-names", "sky,sea", "-o", "other.safetensors")
+    assert "classes are 2 names; expected 3 printable texts" in two
+    told("calibrate", "fitted.safetensors", "data.npz", *of_model, "-o", "calibrated.safetensors")
     measured = ["evaluate", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50"]
-    run(*measured, "--report", "page.html")
+    shown = told(*measured, "--report", "page.html")
     assert "200 positions of 10 inputs" in Path("page.html").read_text()
-    shown = capsys.readouterr().out
     assert "200 positions with a label" in shown
     assert "after calibration" in shown
-    run("predict", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50", "-o", "found.npz")
+    told("predict", "calibrated.safetensors", "data.npz", *of_model, "--samples", "50", "-o", "found.npz")
     with np.load("found.npz") as found:
         assert found["pmf"].shape == found["std"].shape == (10, 4, 5, 3)
         assert found["label"].shape == found["mutual_information"].shape == (10, 4, 5)
-    capsys.readouterr()
     for name in ("found.csv", "found.xlsx"):
-        refused = refusal_of(capsys, "predict", "calibrated.safetensors", "data.npz", *of_model, "-o", name)
-        assert "--outputs positions" in refused
-        assert "expected an .npz file" in refused
+        reason = refused("predict", "calibrated.safetensors", "data.npz", *of_model, "-o", name)
+        assert "--outputs positions" in reason
+        assert "expected an .npz file" in reason
 
 
 TAGGER = """
@@ -100,20 +112,12 @@ def sentences():
 """
 
 
-def test_positions_that_are_masked_are_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
-    tokens = importlib.import_module("tokens_of_test")
+def test_positions_that_are_masked_are_not_measured(tokens: ModuleType) -> None:
     model, data = tokens.network(), tokens.sentences()
     posterior = errbar.fit(model, data, last_layers=1, outputs="positions", ignore_index=255)
     posterior.save("fitted.safetensors")
     of_model = ["--model", "tokens_of_test:network"]
-    capsys.readouterr()
-    run("evaluate", "fitted.safetensors", "tokens_of_test:sentences", *of_model, "--samples", "50", "--json")
-    facts = json.loads(capsys.readouterr().out)
+    facts = said("evaluate", "fitted.safetensors", "tokens_of_test:sentences", *of_model, "--samples", "50")
     assert facts["positions"] == 6 * 3 - 1
     batch = data[0]
     truth = batch["labels"].masked_fill(batch["attention_mask"] == 0, 255)
@@ -121,63 +125,33 @@ def test_positions_that_are_masked_are_not_measured(
     assert facts["scores"]["posterior"]["nll"] == pytest.approx(expected, rel=1e-6)
 
 
-def refusal_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 1
-    return capsys.readouterr().err
-
-
-def test_the_label_to_ignore_is_an_option_of_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
-    tokens = importlib.import_module("tokens_of_test")
+def test_the_label_to_ignore_is_an_option_of_fit(tokens: ModuleType) -> None:
     model, data = tokens.network(), tokens.sentences()
     fit = ["fit", "tokens_of_test:network", "tokens_of_test:sentences", "--last-layers", "1"]
     positions = [*fit, "--outputs", "positions"]
-    assert "give --ignore-index to errbar fit" in refusal_of(capsys, *positions, "-o", "a.safetensors")
-    run(*positions, "--ignore-index", "255", "-o", "fitted.safetensors")
+    assert "give --ignore-index to errbar fit" in refused(*positions, "-o", "a.safetensors")
+    told(*positions, "--ignore-index", "255", "-o", "fitted.safetensors")
     expected = errbar.fit(model, data, last_layers=1, outputs="positions", ignore_index=255)
     torch.testing.assert_close(errbar.load("fitted.safetensors", model).covariance(), expected.covariance())
     description = errbar.info("fitted.safetensors")
     assert isinstance(description, errbar.FileDescription)
     assert description.ignore_index == 255
-    capsys.readouterr()
-    run("info", "fitted.safetensors")
-    assert "ignore index      255" in capsys.readouterr().out
+    assert "ignore index      255" in told("info", "fitted.safetensors")
     unlabelled = [{name: part for name, part in batch.items() if name != "labels"} for batch in data]
     errbar.fit(model, unlabelled, last_layers=1, outputs="positions").save("usual.safetensors")
-    run("info", "usual.safetensors")
-    assert "ignore index" not in capsys.readouterr().out
-    refused = refusal_of(capsys, *fit, "--ignore-index", "-1", "-o", "b.safetensors")
-    assert "--ignore-index is -1 with --outputs classes; expected it with --outputs positions" in refused
+    assert "ignore index" not in told("info", "usual.safetensors")
+    reason = refused(*fit, "--ignore-index", "-1", "-o", "b.safetensors")
+    assert "--ignore-index is -1 with --outputs classes; expected it with --outputs positions" in reason
     assert not list(Path().glob("[ab].safetensors"))
 
 
-def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
-    capsys.readouterr()
-    run(*words, "--json")
-    facts: dict[str, float] = json.loads(capsys.readouterr().out)
-    return facts
-
-
 @pytest.mark.parametrize("options", [{"last_layers": 1}, {"parameters": "all", "fisher": "sampled"}])
-def test_positions_are_updated_and_forgotten_as_in_python(
-    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("tokens_of_test.py").write_text(TAGGER, encoding="utf-8")
-    tokens = importlib.import_module("tokens_of_test")
+def test_positions_are_updated_and_forgotten_as_in_python(options: dict[str, object], tokens: ModuleType) -> None:
     model, data = tokens.network(), tokens.sentences()
     before = errbar.fit(model, data, outputs="positions", ignore_index=255, **options)  # type: ignore[arg-type]
     before.save("before.safetensors")
     words = ["tokens_of_test:sentences", "--model", "tokens_of_test:network"]
-    facts = facts_of(capsys, "update", "before.safetensors", *words, "-o", "after.safetensors")
+    facts = said("update", "before.safetensors", *words, "-o", "after.safetensors")
     after = before.update(data)
     torch.testing.assert_close(errbar.load("after.safetensors", model).covariance(), after.covariance())
     counted = (data[0]["attention_mask"] == 1) & (data[0]["labels"] != 255)
@@ -185,10 +159,10 @@ def test_positions_are_updated_and_forgotten_as_in_python(
         expected = float(posterior.logits(data[0]).contrast_variance[counted].mean())
         assert facts[f"mean_variance_{name}"] == pytest.approx(expected)
     assert facts["mean_variance_change"] < 0
-    facts = facts_of(capsys, "forget", "after.safetensors", *words, "-o", "forgotten.safetensors")
+    facts = said("forget", "after.safetensors", *words, "-o", "forgotten.safetensors")
     torch.testing.assert_close(errbar.load("forgotten.safetensors", model).covariance(), before.covariance())
     assert facts["mean_variance_change"] > 0
-    facts_of(capsys, "update", "before.safetensors", *words, "--discount", "0.5", "-o", "discounted.safetensors")
+    said("update", "before.safetensors", *words, "--discount", "0.5", "-o", "discounted.safetensors")
     discounted = errbar.condition(before.information * 0.5, before.prior).update(data)
     torch.testing.assert_close(errbar.load("discounted.safetensors", model).covariance(), discounted.covariance())
 
@@ -221,9 +195,7 @@ def alike():
 """
 
 
-def test_inputs_of_different_sizes_are_padded_in_an_npz(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inputs_of_different_sizes_are_padded_in_an_npz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("sizes_of_test.py").write_text(SIZES, encoding="utf-8")
@@ -231,7 +203,7 @@ def test_inputs_of_different_sizes_are_padded_in_an_npz(
     posterior = errbar.fit(pictures.network(), pictures.different(), last_layers=1, outputs="positions")
     posterior.save("fitted.safetensors", classes=["a", "b", "c"])
     asked = ["--model", "sizes_of_test:network", "--samples", "20", "--covariance", "--risk", "0.5"]
-    run("predict", "fitted.safetensors", "sizes_of_test:different", *asked, "-o", "different.npz")
+    told("predict", "fitted.safetensors", "sizes_of_test:different", *asked, "-o", "different.npz")
     with np.load("different.npz") as found:
         assert found["positions"].tolist() == [[4, 4]] * 3 + [[2, 6]] * 3 + [[5, 1]]
         assert found["pmf"].shape == found["risk_0.5"].shape == (7, 5, 6, 3)
@@ -247,7 +219,7 @@ def test_inputs_of_different_sizes_are_padded_in_an_npz(
                 padding = np.concatenate([column[:, height:].ravel(), column[:, :height, width:].ravel()])
                 assert (padding == -1).all() if name == "label" else np.isnan(padding).all()
             start += len(batch)
-    run("predict", "fitted.safetensors", "sizes_of_test:alike", *asked, "-o", "alike.npz")
+    told("predict", "fitted.safetensors", "sizes_of_test:alike", *asked, "-o", "alike.npz")
     with np.load("alike.npz") as found:
         assert "positions" not in found
         assert found["pmf"].shape == (4, 4, 5, 3)

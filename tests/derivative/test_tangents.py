@@ -128,11 +128,19 @@ class Mixing(nn.Module):
         return y.flip(0).flip(0)
 
 
-@pytest.mark.parametrize("kind", ["product", "weight", "order", "part of the samples"])
-def test_what_has_no_rule_says_so_and_is_left_to_the_general_way(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("product", "a parameter outside of the layers"),
+        ("weight", "vector_norm.* has no rule"),
+        ("order", "flip.* has no rule"),
+        ("part of the samples", "a part of the samples"),
+    ],
+)
+def test_what_has_no_rule_says_so_and_is_left_to_the_general_way(kind: str, what: str) -> None:
     torch.manual_seed(0)
     model, x = Mixing(kind).double(), torch.randn(4, 2, 5, 4, dtype=torch.float64)
-    with pytest.raises(NoRuleError):
+    with pytest.raises(NoRuleError, match=what):
         along(model, x, "all")
     posterior = errbar.fit(model, [x], parameters="all", prior=errbar.Prior(3.0))
     samples = 2_000

@@ -125,8 +125,7 @@ def test_older_frames_fade_by_powers_of_the_memory(memory: float) -> None:
     weights = [memory ** (FRAMES - 1 - c) for c in range(FRAMES)]
     assert_is(added(errbar.Track(posterior(), memory=memory), frames), *in_batch(weights))
     backwards = added(errbar.Track(posterior(), memory=memory), frames.flip(0))
-    with pytest.raises(AssertionError):
-        assert_is(backwards, *in_batch(weights))
+    assert not torch.allclose(backwards.logits.mean[0], in_batch(weights)[0], rtol=1e-4)
 
 
 def test_noise_is_added_to_the_covariance_of_each_frame() -> None:

@@ -270,5 +270,5 @@ def test_changed_weights_are_refused() -> None:
     posterior, x = _posterior(mlp, 5, {"last_layers": 1}), draw(3, 5).requires_grad_()
     with torch.no_grad():
         next(posterior.model.parameters()).add_(1.0)
-    with pytest.raises(errbar.WeightsChangedError):
+    with pytest.raises(errbar.WeightsChangedError, match="weights"):
         posterior.logits(x, differentiable=True)
