@@ -45,9 +45,10 @@ from errbar._distributed.team import Team, team_of
 from errbar._distributions.calibration import Calibration
 from errbar._distributions.logits import LogitGaussian
 from errbar._distributions.sampling import require_seed
-from errbar._model.batch import Batch, Unpack, in_order, pieces
+from errbar._model.batch import Batch, Unpack, pieces
 from errbar._model.network import Output
 from errbar._model.outputs import require_classes_alone
+from errbar._model.reading_order import in_order
 from errbar._planning.choice import cost_of
 from errbar._posterior.collect import collect, collect_several
 from errbar._posterior.information import Information

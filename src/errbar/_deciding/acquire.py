@@ -18,7 +18,8 @@ from errbar._base.progress import track
 from errbar._deciding.conditioned import Conditioned
 from errbar._distributions.prediction import Prediction
 from errbar._distributions.sampling import require_samples, require_seed
-from errbar._model.batch import Batch, Unpack, batches, count_batches, in_order, joined, leaves, other_sampler
+from errbar._model.batch import Batch, Unpack, batches, count_batches, joined, leaves
+from errbar._model.reading_order import in_order, other_sampler
 from errbar._posterior.posterior import Posterior, require_posterior
 from errbar._posterior.pushing import affordable_draws
 from errbar.errors import ArgumentError, DataError
